@@ -1,0 +1,1 @@
+"""Adapters that speak to the Linux kernel."""

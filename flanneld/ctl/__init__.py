@@ -1,0 +1,1 @@
+"""flannelctl, the operators' tool."""

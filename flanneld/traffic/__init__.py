@@ -1,0 +1,1 @@
+"""Traffic rules: masquerade and forward."""

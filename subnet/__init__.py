@@ -1,0 +1,1 @@
+"""What the network is: configuration, leases and the datastore that holds them."""
