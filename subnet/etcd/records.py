@@ -1,0 +1,108 @@
+"""Lease keys and values of one listing or watch, read one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from subnet.errors import LeaseDataError
+from subnet.etcd.layout import Layout
+from subnet.etcd.store import KeyEvent, KeyValue
+from subnet.model import Lease, LeaseAttrs, Subnets
+from subnet.report import Reporter
+from subnet.wire import decode_attrs, parse_subnet_key
+
+log = logging.getLogger(__name__)
+
+
+def read_lease(layout: Layout, kv: KeyValue) -> Lease:
+    """Return the lease that a key holds. Raises LeaseDataError naming the key."""
+    try:
+        subnets, attrs = parse_subnet_key(layout.name(kv.key)), decode_attrs(kv.value)
+    except LeaseDataError as e:
+        raise LeaseDataError(f"{kv.key!r} is skipped: {e}") from e
+    return Lease(subnets, attrs, kv.key, kv.lease_id, kv.mod_revision)
+
+
+def occupied(layout: Layout, kvs: Iterable[KeyValue]) -> tuple[Lease, ...]:
+    """Return all leases for allocation.
+
+    A key with an unusable value still takes its subnet: it is listed with
+    empty attributes. Keys that name no subnet are left out.
+    """
+    leases = []
+    for kv in kvs:
+        try:
+            leases.append(read_lease(layout, kv))
+        except LeaseDataError:
+            subnets = _subnets(layout, kv.key)
+            if subnets is not None:
+                leases.append(Lease(subnets, LeaseAttrs(), kv.key, kv.lease_id, kv.mod_revision))
+    return tuple(leases)
+
+
+def _subnets(layout: Layout, key: str) -> Subnets | None:
+    try:
+        return parse_subnet_key(layout.name(key))
+    except LeaseDataError:
+        return None
+
+
+class Records:
+    """The usable leases among the keys, known by key.
+
+    A key that becomes unusable keeps its last usable content for as long as it
+    exists: its owner most likely still runs, and a slip in one record must not
+    cut off a peer. It is reported once per content.
+    """
+
+    def __init__(self, layout: Layout, reporter: Reporter) -> None:
+        self._layout, self._reporter = layout, reporter
+        self._known: dict[str, tuple[int, Lease]] = {}
+        self._unusable: set[str] = set()
+
+    def replace(self, kvs: Iterable[KeyValue]) -> tuple[Lease, ...]:
+        """Take over a listing and return its leases, in key order."""
+        before, self._known = self._known, {}
+        present = set()
+        for kv in kvs:
+            present.add(kv.key)
+            lease = self._read(kv)
+            if lease is None and before.get(kv.key, (0, None))[0] == kv.create_revision:
+                lease = before[kv.key][1]
+            if lease is not None:
+                self._known[kv.key] = (kv.create_revision, lease)
+        for key in self._unusable - present:
+            self._readable(key)
+        return tuple(lease for _, lease in self._known.values())
+
+    def change(self, events: Iterable[KeyEvent]) -> tuple[Lease | Subnets, ...]:
+        """Take over events and return what they change, in order."""
+        changes: list[Lease | Subnets] = []
+        for event in events:
+            if event.kv is None:
+                self._readable(event.key)
+                known = self._known.pop(event.key, None)
+                if known is not None:
+                    changes.append(known[1].subnets)
+                continue
+            lease = self._read(event.kv)
+            if lease is not None:
+                self._known[event.key] = (event.kv.create_revision, lease)
+                changes.append(lease)
+        return tuple(changes)
+
+    def _read(self, kv: KeyValue) -> Lease | None:
+        try:
+            lease = read_lease(self._layout, kv)
+        except LeaseDataError as e:
+            self._unusable.add(kv.key)
+            self._reporter.problem(kv.key, str(e))
+            return None
+        self._readable(kv.key)
+        return lease
+
+    def _readable(self, key: str) -> None:
+        if key in self._unusable:
+            self._unusable.discard(key)
+            self._reporter.solved(key, f"{key!r} is no longer skipped")
