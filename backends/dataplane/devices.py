@@ -1,0 +1,179 @@
+"""Devices: what to do about each one wanted, and doing it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from backends.dataplane.model import Link, LinkSpec, Vxlan
+from backends.dataplane.ports import Kernel
+from subnet.errors import KernelError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8472
+"""The kernel's VXLAN port when none is asked for; older than IANA's 4789."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """Attributes that can be changed in place; None: fine as it is."""
+
+    mtu_bytes: int | None = None
+    mac: str | None = None
+    learning: bool | None = None
+    up: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything differs."""
+        return self != Mend()
+
+
+def rebuild_reason(link: Link, spec: LinkSpec) -> str:
+    """Return what an existing device differs in that only a new one cures; empty: it can be used.
+
+    Source: upstream pkg/backend/vxlan/device.go, vxlanLinksIncompat.
+    """
+    if link.vxlan is None:
+        return f"its kind is {link.kind or 'unknown'}"
+    have, want = link.vxlan, spec.vxlan
+    differences = (
+        (have.vni != want.vni, f"VNI {have.vni}"),
+        (have.lower_index != want.lower_index, f"lower device index {have.lower_index}"),
+        (have.local != want.local, f"local address {have.local}"),
+        (_port(have) != _port(want), f"port {have.port}"),
+        (have.gbp != want.gbp, f"GBP {have.gbp}"),
+        (have.multicast, "a multicast group"),
+        (have.l2miss, "l2miss"),
+    )
+    return ", ".join(text for differs, text in differences if differs)
+
+
+def _port(vxlan: Vxlan) -> int:
+    return vxlan.port or DEFAULT_PORT
+
+
+def mend(link: Link, spec: LinkSpec) -> Mend:
+    """Return what to change on a device that can be used."""
+    have = link.vxlan
+    return Mend(
+        mtu_bytes=spec.mtu_bytes if link.mtu_bytes != spec.mtu_bytes else None,
+        mac=spec.mac if spec.binding and spec.mac and link.mac != spec.mac else None,
+        learning=spec.vxlan.learning if have is not None and have.learning != spec.vxlan.learning else None,
+        up=not link.up,
+    )
+
+
+def random_mac(pick: Callable[[int], int] = secrets.randbits) -> str:
+    """Return a unicast, locally administered MAC (IEEE 802 s8.2)."""
+    octets = bytearray(pick(48).to_bytes(6, "big"))
+    octets[0] = octets[0] & 0xFE | 0x02
+    return octets.hex(":")
+
+
+class DeviceKeeper:
+    """Makes the wanted devices exist and stay as wanted."""
+
+    def __init__(self, kernel: Kernel, *, tx_checksum: bool = True, new_mac: Callable[[], str] = random_mac) -> None:
+        self._kernel, self._tx_checksum, self._new_mac = kernel, tx_checksum, new_mac
+        self._checksum_refused: set[str] = set()
+
+    def ensure(self, specs: Sequence[LinkSpec]) -> dict[str, Link]:
+        """Return the devices by name, each as wanted and up. Raises KernelError naming the device."""
+        links = self._kernel.links()
+        touched = [spec.name for spec in specs if self._ensure(spec, links)]
+        if touched:
+            links = self._kernel.links()
+        missing = [spec.name for spec in specs if spec.name not in links]
+        if missing:
+            raise KernelError("find", f"device {missing[0]}", 0, "it was removed again at once")
+        for spec in specs:
+            self._settle(links[spec.name])
+        return {spec.name: links[spec.name] for spec in specs}
+
+    def _ensure(self, spec: LinkSpec, links: Mapping[str, Link]) -> bool:
+        link = links.get(spec.name)
+        if link is None:
+            self._create(spec, spec.mac or self._new_mac(), links)
+            return True
+        reason = rebuild_reason(link, spec)
+        if reason:
+            log.warning("device %s is rebuilt: it has %s", spec.name, reason)
+            # Peers were told the old MAC; a tunnel that keeps it stays reachable.
+            mac = spec.mac if spec.binding and spec.mac else link.mac if link.vxlan else spec.mac
+            self._kernel.delete_link(spec.name)
+            self._create(spec, mac or self._new_mac(), links)
+            return True
+        change = mend(link, spec)
+        if not change.needed:
+            return False
+        if change.mac is not None:
+            log.warning("device %s has MAC %s, peers know %s; restored", spec.name, link.mac, change.mac)
+        log.info("device %s corrected: %s", spec.name, _describe(change))
+        self._kernel.set_link(
+            spec.name,
+            up=True if change.up else None,
+            mtu_bytes=change.mtu_bytes,
+            mac=change.mac,
+            learning=change.learning,
+        )
+        return True
+
+    def _create(self, spec: LinkSpec, mac: str, links: Mapping[str, Link]) -> None:
+        self._checksum_refused.discard(spec.name)
+        try:
+            self._kernel.create_link(replace(spec, mac=mac))
+        except KernelError as error:
+            rival = _rival(spec, links)
+            if rival is None:
+                raise
+            text = f"{error.detail}: device {rival.name} has VNI {spec.vxlan.vni} and the same port"
+            raise KernelError(error.operation, error.target, error.errno, text) from error
+        self._kernel.set_link(spec.name, up=True)
+        log.info(
+            "device %s created: vxlan id %d local %s port %d mtu %d mac %s",
+            spec.name,
+            spec.vxlan.vni,
+            spec.vxlan.local,
+            _port(spec.vxlan),
+            spec.mtu_bytes,
+            mac,
+        )
+
+    def _settle(self, link: Link) -> None:
+        """What a device forgets: router advertisements stay unheard (they would let a container
+        redirect the host's traffic), and checksum offload is as the operator wants it."""
+        key = f"net/ipv6/conf/{link.name}/accept_ra"
+        if self._kernel.sysctl(key) not in (None, "0"):
+            self._kernel.set_sysctl(key, "0")
+        if self._tx_checksum or link.name in self._checksum_refused:
+            return
+        try:
+            if self._kernel.set_tx_checksum(link.name, False):
+                raise KernelError("switch off", f"TX checksum offload of {link.name}", 0, "the driver keeps it on")
+        except KernelError as error:
+            self._checksum_refused.add(link.name)
+            log.warning("%s", error)
+
+
+def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> Link | None:
+    """The device that keeps a new one from being made: same VNI and port (they may not be shared)."""
+    for link in links.values():
+        if link.vxlan is not None and link.name != spec.name:
+            same_family = link.vxlan.local is None or (link.vxlan.local.version == 4) == (spec.family == 4)
+            if link.vxlan.vni == spec.vxlan.vni and _port(link.vxlan) == _port(spec.vxlan) and same_family:
+                return link
+    return None
+
+
+def _describe(change: Mend) -> str:
+    parts = [
+        f"mtu {change.mtu_bytes}" if change.mtu_bytes is not None else "",
+        f"mac {change.mac}" if change.mac is not None else "",
+        f"learning {'on' if change.learning else 'off'}" if change.learning is not None else "",
+        "up" if change.up else "",
+    ]
+    return ", ".join(part for part in parts if part)

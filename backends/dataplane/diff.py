@@ -1,0 +1,147 @@
+"""From what is there to what is wanted: pure, ordered, idempotent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from backends.dataplane.model import (
+    PROTO_BOOT,
+    PROTO_FLANNEL,
+    PROTO_KERNEL,
+    Address,
+    Change,
+    DesiredState,
+    FdbEntry,
+    KernelObject,
+    Link,
+    Neighbour,
+    ObservedState,
+    Route,
+)
+from subnet.model import IPNetwork
+
+_T = TypeVar("_T", bound=KernelObject)
+TUNNEL_NAME = re.compile(r"flannel(-v6)?\.\d+$")
+
+
+def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
+    return any(
+        n.version == network.version and n.prefixlen < network.prefixlen and network.subnet_of(n)  # type: ignore[arg-type]
+        for n in outer
+    )
+
+
+def _stale_address(address: Address, desired: DesiredState) -> bool:
+    """Whether an unwanted address of our device is an old one of ours; others are somebody's, and stay."""
+    if address.device not in desired.devices or address.scope == "link":
+        return False
+    return address.family == 6 or any(address.interface.ip in network for network in desired.networks)
+
+
+def owned_route(route: Route, desired: DesiredState) -> bool:
+    """Whether an unwanted route is ours to remove.
+
+    On our own devices: all but the kernel's own. On the external interface,
+    strictly inside the cluster's networks: those with our protocol number, and
+    gateway routes with protocol boot, which Go flannel leaves behind.
+    """
+    if route.type != "unicast" or route.protocol == PROTO_KERNEL:
+        return False
+    if route.device in desired.devices:
+        return True
+    if route.device != desired.underlay or not _inside(route.destination, desired.networks):
+        return False
+    return route.protocol == PROTO_FLANNEL or (route.protocol == PROTO_BOOT and route.gateway is not None)
+
+
+def blocked_routes(observed: ObservedState, desired: DesiredState) -> dict[Route, Route]:
+    """Wanted routes whose very destination is a network connected to another device, with that route.
+
+    Replacing the kernel's connected route would cut off the local bridge.
+    """
+    connected = {r.key: r for r in observed.routes if r.protocol == PROTO_KERNEL and r.device not in desired.devices}
+    return {route: connected[route.key] for route in desired.routes if route.key in connected}
+
+
+def _surplus(observed: Iterable[_T], wanted: frozenset[_T], put: Iterable[_T]) -> Iterator[_T]:
+    """Objects to delete: neither wanted nor replaced by a put on the same key."""
+    replaced = {target.key for target in put}
+    return (target for target in observed if target not in wanted and target.key not in replaced)
+
+
+def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
+    """Return the changes that turn ``observed`` into ``desired``.
+
+    Additions go address, neighbour, FDB entry, route, so that a route never
+    points at an unknown VTEP; removals follow in reverse order, after the
+    additions, so that what moves is not interrupted. A put replaces what the
+    kernel holds under the same key.
+    """
+    wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
+    addresses = desired.addresses - observed.addresses
+    neighbours = desired.neighbours - observed.neighbours
+    fdb = desired.fdb - observed.fdb
+    routes = wanted_routes - observed.routes
+    puts: list[KernelObject] = [*_sorted(addresses), *_sorted(neighbours), *_sorted(fdb), *_sorted(routes)]
+
+    wanted_neighbours = {n.key for n in desired.neighbours}
+    deletes: list[KernelObject] = [
+        *_sorted(r for r in _surplus(observed.routes, wanted_routes, routes) if owned_route(r, desired)),
+        *_sorted(e for e in _surplus(observed.fdb, desired.fdb, fdb) if e.device in desired.devices),
+        *_sorted(
+            n
+            for n in _surplus(observed.neighbours, desired.neighbours, neighbours)
+            if n.device in desired.devices and n.key not in wanted_neighbours
+        ),
+        *_sorted(a for a in observed.addresses - desired.addresses if _stale_address(a, desired)),
+    ]
+    return (*(Change("put", target) for target in puts), *(Change("delete", target) for target in deletes))
+
+
+def _sorted(targets: Iterable[_T]) -> list[_T]:
+    return sorted(targets, key=str)
+
+
+def _after(same_key: list[_T], target: _T, put: bool) -> list[_T]:
+    rest = [other for other in same_key if other != target]
+    return [target, *rest[1:]] if put else rest
+
+
+def _applied(held: frozenset[_T], changes: Iterable[Change], kind: type[_T]) -> frozenset[_T]:
+    by_key: dict[object, list[_T]] = {}
+    for one in held:
+        by_key.setdefault(one.key, []).append(one)
+    for change in changes:
+        target = change.target
+        if isinstance(target, kind):
+            by_key[target.key] = _after(by_key.get(target.key, []), target, change.verb == "put")
+    return frozenset(target for targets in by_key.values() for target in targets)
+
+
+def apply_changes(observed: ObservedState, changes: Sequence[Change]) -> ObservedState:
+    """Return what the kernel holds after the changes: a put replaces one object of the same key."""
+    if not changes:
+        return observed
+    return ObservedState(
+        _applied(observed.addresses, changes, Address),
+        _applied(observed.neighbours, changes, Neighbour),
+        _applied(observed.fdb, changes, FdbEntry),
+        _applied(observed.routes, changes, Route),
+    )
+
+
+def leftover_links(links: Mapping[str, Link], addresses: Iterable[Address], desired: DesiredState) -> tuple[str, ...]:
+    """Tunnel devices of an earlier configuration: named like ours, unwanted, with an address in our networks.
+
+    The address tells them from the tunnels of another daemon on this host.
+    """
+    held = {a.device for a in addresses if any(a.interface.ip in network for network in desired.networks)}
+    return tuple(
+        sorted(
+            name
+            for name, link in links.items()
+            if name not in desired.devices and link.kind == "vxlan" and TUNNEL_NAME.match(name) and name in held
+        )
+    )

@@ -1,0 +1,200 @@
+"""Kernel objects as values. Devices are named; the adapter turns names into indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Interface, IPv6Interface
+from typing import Literal, TypeAlias
+
+from subnet.model import Family, IPAddress, IPNetwork
+
+IPInterface: TypeAlias = IPv4Interface | IPv6Interface
+
+PROTO_KERNEL = 2
+PROTO_BOOT = 3
+PROTO_FLANNEL = 142
+"""Route protocol numbers (rtnetlink(7)); 142 marks our routes on devices that are not ours."""
+
+METRIC: Mapping[Family, int] = {4: 0, 6: 1024}
+"""Metric the kernel gives a route that was added without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vxlan:
+    """What makes a VXLAN device (ip-link(8), VXLAN Type Support). Port 0: the kernel's default, 8472."""
+
+    vni: int
+    port: int
+    local: IPAddress | None
+    lower_index: int
+    learning: bool = False
+    gbp: bool = False
+    multicast: bool = False
+    l2miss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A network device as the kernel shows it."""
+
+    name: str
+    index: int
+    kind: str
+    mac: str
+    mtu_bytes: int
+    up: bool
+    vxlan: Vxlan | None = None
+    loopback: bool = False
+    point_to_point: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A device that a backend wants. ``mac`` is what peers were told, or a proposal for a new device.
+
+    ``binding``: an existing device with another MAC is given ``mac``;
+    otherwise an existing device keeps its own.
+    """
+
+    name: str
+    family: Family
+    vxlan: Vxlan
+    mtu_bytes: int
+    mac: str
+    binding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of a device. Equality looks at device and address alone."""
+
+    device: str
+    interface: IPInterface
+    scope: str = field(default="global", compare=False)
+    dynamic: bool = field(default=False, compare=False)
+    temporary: bool = field(default=False, compare=False)
+    """For IPv4 the same bit means secondary (rtnetlink(7), IFA_F_SECONDARY)."""
+    deprecated: bool = field(default=False, compare=False)
+    tentative: bool = field(default=False, compare=False)
+
+    @property
+    def family(self) -> Family:
+        """Return the address family."""
+        return 4 if self.interface.version == 4 else 6
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel tells addresses apart by."""
+        return self.device, self.interface
+
+    def __str__(self) -> str:
+        return f"address {self.interface} dev {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A permanent neighbour entry: protocol address to MAC."""
+
+    device: str
+    address: IPAddress
+    mac: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel replaces by."""
+        return self.device, self.address
+
+    def __str__(self) -> str:
+        return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class FdbEntry:
+    """A permanent forwarding entry of a VXLAN device: MAC to the remote VTEP's address."""
+
+    device: str
+    mac: str
+    remote: IPAddress
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel replaces by."""
+        return self.device, self.mac
+
+    def __str__(self) -> str:
+        return f"fdb {self.mac} dev {self.device} dst {self.remote}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route of the main table. ``metric`` None: the kernel's default for the family."""
+
+    destination: IPNetwork
+    device: str
+    gateway: IPAddress | None = None
+    onlink: bool = False
+    protocol: int = PROTO_BOOT
+    metric: int | None = None
+    type: str = "unicast"
+    source: IPAddress | None = None
+
+    @property
+    def family(self) -> Family:
+        """Return the address family."""
+        return 4 if self.destination.version == 4 else 6
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel replaces by: destination and metric."""
+        return self.destination, METRIC[self.family] if self.metric is None else self.metric
+
+    def __str__(self) -> str:
+        kind = "" if self.type == "unicast" else f"{self.type} "
+        via = f" via {self.gateway}" if self.gateway else ""
+        return f"route {kind}{self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+
+
+KernelObject: TypeAlias = Address | Neighbour | FdbEntry | Route
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step towards the wanted state: ``put`` creates or replaces, ``delete`` removes."""
+
+    verb: Literal["put", "delete"]
+    target: KernelObject
+
+    def __str__(self) -> str:
+        return f"{self.target} {'added' if self.verb == 'put' else 'removed'}"
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """Everything a backend wants in the kernel, links aside.
+
+    ``devices`` are ours: whatever else they hold is removed (see ``diff`` for
+    the exceptions). ``networks`` are the cluster's networks, now and in an
+    earlier run: inside them stale addresses and routes of ours are recognised.
+    ``underlay`` names the external interface.
+    ``problems`` are leases that could not be turned into entries, with the reason.
+    """
+
+    devices: frozenset[str]
+    underlay: str
+    networks: frozenset[IPNetwork]
+    addresses: frozenset[Address] = frozenset()
+    neighbours: frozenset[Neighbour] = frozenset()
+    fdb: frozenset[FdbEntry] = frozenset()
+    routes: frozenset[Route] = frozenset()
+    problems: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedState:
+    """What the kernel holds: everything of our devices, all addresses, the main tables' routes."""
+
+    addresses: frozenset[Address] = frozenset()
+    neighbours: frozenset[Neighbour] = frozenset()
+    fdb: frozenset[FdbEntry] = frozenset()
+    routes: frozenset[Route] = frozenset()

@@ -1,0 +1,112 @@
+"""What the data plane asks of a kernel; fakes and the real adapter keep the same contract."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from backends.dataplane.model import Address, Change, KernelObject, Link, LinkSpec, ObservedState, Route
+from subnet.errors import KernelError
+from subnet.model import IPAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A change that the kernel refused."""
+
+    change: Change
+    error: KernelError
+
+
+class Kernel(Protocol):
+    """The kernel of one network namespace. Used from one thread only.
+
+    Every method raises KernelError, except that deleting what is gone and
+    creating what is there already is success.
+    """
+
+    def links(self) -> dict[str, Link]:
+        """Return all devices by name."""
+        ...
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Return all addresses of all devices, in the kernel's order."""
+        ...
+
+    def routes(self) -> frozenset[Route]:
+        """Return the main tables' routes of both families."""
+        ...
+
+    def observe(self, devices: Collection[str]) -> ObservedState:
+        """Return all addresses and routes, and the neighbours and FDB entries of ``devices``."""
+        ...
+
+    def apply(self, changes: Sequence[Change]) -> list[Failure]:
+        """Make the changes in order; a refused one does not stop the others."""
+        ...
+
+    def lookup(self, target: IPAddress) -> Route:
+        """Return the route a packet to ``target`` takes (RTM_GETROUTE), with its source address."""
+        ...
+
+    def create_link(self, spec: LinkSpec) -> None:
+        """Create the device, down and without addresses."""
+        ...
+
+    def delete_link(self, name: str) -> None:
+        """Delete the device."""
+        ...
+
+    def set_link(
+        self,
+        name: str,
+        *,
+        up: bool | None = None,
+        mtu_bytes: int | None = None,
+        mac: str | None = None,
+        learning: bool | None = None,
+    ) -> None:
+        """Change attributes of an existing device in place."""
+        ...
+
+    def sysctl(self, key: str) -> str | None:
+        """Return a value below /proc/sys, None if the kernel has no such key."""
+        ...
+
+    def set_sysctl(self, key: str, value: str) -> None:
+        """Write a value below /proc/sys."""
+        ...
+
+    def set_tx_checksum(self, name: str, enabled: bool) -> bool:
+        """Switch transmit checksum offload (ethtool(8)); return the effective value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSeen:
+    """A device appeared, changed or (``gone``) disappeared."""
+
+    name: str
+    index: int
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSeen:
+    """A kernel object was written or (``gone``) removed.
+
+    ``target.device`` is empty: notifications know devices by ``index`` only.
+    """
+
+    target: KernelObject
+    index: int
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Notifications were lost: compare everything once."""
+
+
+KernelEvent: TypeAlias = LinkSeen | ObjectSeen | Overflow

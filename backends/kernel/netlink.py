@@ -1,0 +1,420 @@
+"""The kernel of this network namespace, through rtnetlink.
+
+Links, addresses and look-ups go through pyroute2; what grows with the number
+of peers (neighbours, FDB entries, routes) is packed by ``rtnl`` and sent in
+batches over a socket of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from ipaddress import ip_address, ip_interface, ip_network
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyroute2
+from pyroute2.netlink.exceptions import NetlinkError
+
+from backends.dataplane.model import (
+    Address,
+    Change,
+    FdbEntry,
+    Link,
+    LinkSpec,
+    Neighbour,
+    ObservedState,
+    Route,
+    Vxlan,
+)
+from backends.dataplane.ports import Failure
+from backends.kernel import ethtool, rtnl
+from subnet.errors import KernelError
+from subnet.model import FAMILIES, IPAddress
+
+_T = TypeVar("_T")
+
+SOL_NETLINK = 270
+NETLINK_CAP_ACK, NETLINK_EXT_ACK, NETLINK_GET_STRICT_CHK = 10, 11, 12
+RECEIVE_BYTES = 1 << 20
+BATCH = 128
+"""Messages per send. Each acknowledgement takes 832 bytes of a receive buffer of 212,992 by default."""
+
+GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
+IFF_UP, IFF_LOOPBACK, IFF_POINTOPOINT = 0x1, 0x8, 0x10
+IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
+SCOPES = {0: "global", 200: "site", 253: "link", 254: "host"}
+
+
+class NetlinkKernel:
+    """Adapter of the ``Kernel`` protocol. Belongs to the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._ipr = pyroute2.IPRoute()
+        self._bulk = _BulkSocket()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._bulk.close()
+        self._ipr.close()
+
+    @property
+    def port_ids(self) -> frozenset[int]:
+        """Return the netlink port ids whose changes are our own."""
+        return frozenset({self._bulk.port_id})
+
+    def links(self) -> dict[str, Link]:
+        """Return all devices by name."""
+        found = self._call("read", "links", lambda: list(self._ipr.get_links()))
+        return {link.name: link for link in map(_link, found)}
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Return all addresses of all devices, in the kernel's order."""
+        names = _names()
+        found = self._call("read", "addresses", lambda: list(self._ipr.get_addr()))
+        return tuple(a for a in (_parse_address(m, names) for m in found) if a is not None)
+
+    def routes(self) -> frozenset[Route]:
+        """Return the main tables' routes of both families."""
+        names = _names()
+        found: set[Route] = set()
+        for family in FAMILIES:
+            for buffer, header in self._bulk.dump(rtnl.dump_routes(family), f"IPv{family} routes"):
+                decoded = rtnl.decode_route(buffer, header) if header.kind == rtnl.RTM_NEWROUTE else None
+                if decoded is not None:
+                    index, route = decoded
+                    found.add(replace(route, device=names.get(index, "")))
+        return frozenset(found)
+
+    def observe(self, devices: Collection[str]) -> ObservedState:
+        """Return all addresses and routes, and the neighbours and FDB entries of ``devices``."""
+        neighbours: set[Neighbour] = set()
+        fdb: set[FdbEntry] = set()
+        for device in devices:
+            index = self._index(device)
+            requests = [rtnl.dump_neighbours(family, index) for family in FAMILIES] + [rtnl.dump_fdb(index)]
+            for request in requests:
+                for buffer, header in self._bulk.dump(request, f"neighbours of {device}"):
+                    decoded = rtnl.decode_neighbour(buffer, header) if header.kind == rtnl.RTM_NEWNEIGH else None
+                    if decoded is None or decoded[0] != index or not decoded[2]:
+                        continue
+                    entry = replace(decoded[1], device=device)
+                    if isinstance(entry, FdbEntry):
+                        fdb.add(entry)
+                    else:
+                        neighbours.add(entry)
+        return ObservedState(frozenset(self.addresses()), frozenset(neighbours), frozenset(fdb), self.routes())
+
+    def apply(self, changes: Sequence[Change]) -> list[Failure]:
+        """Make the changes in order; a refused one does not stop the others."""
+        failures: list[Failure] = []
+        batch: list[Change] = []
+        for change in changes:
+            if isinstance(change.target, Address):
+                failures += self._send(batch)
+                batch = []
+                failures += self._change_address(change, change.target)
+            else:
+                batch.append(change)
+        return failures + self._send(batch)
+
+    def _send(self, changes: Sequence[Change]) -> list[Failure]:
+        failures: list[Failure] = []
+        indexes = {name: index for index, name in _names().items()} if changes else {}
+        for start in range(0, len(changes), BATCH):
+            batch, requests = [], []
+            for change in changes[start : start + BATCH]:
+                device = change.target.device
+                if device and device not in indexes:
+                    if change.verb == "put":
+                        failures.append(Failure(change, _error("put", change.target, errno.ENODEV)))
+                    continue
+                batch.append(change)
+                requests.append((change, indexes.get(device, 0)))
+            for change, code, text in self._bulk.request(requests):
+                if change.verb == "delete" and code in GONE:
+                    continue
+                failures.append(Failure(change, _error(change.verb, change.target, code, text)))
+        return failures
+
+    def _change_address(self, change: Change, address: Address) -> list[Failure]:
+        verb = "add" if change.verb == "put" else "del"
+        try:
+            self._call(
+                change.verb,
+                address,
+                lambda: self._ipr.addr(
+                    verb,
+                    index=self._index(address.device),
+                    address=str(address.interface.ip),
+                    prefixlen=address.interface.network.prefixlen,
+                ),
+            )
+        except KernelError as error:
+            expected = {errno.EEXIST} if change.verb == "put" else GONE
+            return [] if error.errno in expected else [Failure(change, error)]
+        return []
+
+    def lookup(self, target: IPAddress) -> Route:
+        """Return the route a packet to ``target`` takes (RTM_GETROUTE), with its source address."""
+        found = self._call("look up route to", target, lambda: list(self._ipr.route("get", dst=str(target))))
+        if not found:
+            raise _error("look up route to", target, errno.ENETUNREACH)
+        message = found[0]
+        source, gateway = message.get_attr("RTA_PREFSRC"), message.get_attr("RTA_GATEWAY")
+        return Route(
+            destination=ip_network(target),
+            device=_names().get(message.get_attr("RTA_OIF") or 0, ""),
+            gateway=ip_address(gateway) if gateway else None,
+            source=ip_address(source) if source else None,
+        )
+
+    def create_link(self, spec: LinkSpec) -> None:
+        """Create the VXLAN device, down and without addresses."""
+        vxlan = spec.vxlan
+        options: dict[str, Any] = {
+            "vxlan_id": vxlan.vni,
+            "vxlan_link": vxlan.lower_index,
+            "vxlan_ttl": 0,
+            "vxlan_tos": 0,
+            "vxlan_learning": int(vxlan.learning),
+            "vxlan_proxy": 0,
+            "vxlan_rsc": 0,
+            "vxlan_l2miss": 0,
+            "vxlan_l3miss": 0,
+            "vxlan_udp_zero_csum6_tx": 0,
+            "vxlan_udp_zero_csum6_rx": 0,
+        }
+        if vxlan.local is not None:
+            options["vxlan_local" if vxlan.local.version == 4 else "vxlan_local6"] = str(vxlan.local)
+        if vxlan.gbp:
+            options["vxlan_gbp"] = True
+        if vxlan.port:
+            options["vxlan_port"] = vxlan.port
+        self._call(
+            "create",
+            f"device {spec.name}",
+            lambda: self._ipr.link(
+                "add",
+                ifname=spec.name,
+                kind="vxlan",
+                address=spec.mac,
+                mtu=spec.mtu_bytes,
+                txqlen=0,
+                **options,
+            ),
+        )
+
+    def delete_link(self, name: str) -> None:
+        """Delete the device."""
+        try:
+            self._call("delete", f"device {name}", lambda: self._ipr.link("del", index=self._index(name)))
+        except KernelError as error:
+            if error.errno not in GONE:
+                raise
+
+    def set_link(
+        self,
+        name: str,
+        *,
+        up: bool | None = None,
+        mtu_bytes: int | None = None,
+        mac: str | None = None,
+        learning: bool | None = None,
+    ) -> None:
+        """Change attributes of an existing device in place."""
+        values: dict[str, Any] = {}
+        if up is not None:
+            values["state"] = "up" if up else "down"
+        if mtu_bytes is not None:
+            values["mtu"] = mtu_bytes
+        if mac is not None:
+            values["address"] = mac
+        if values:
+            text = " ".join(f"{key} {value}" for key, value in values.items())
+            self._call(f"set {text} on", name, lambda: self._ipr.link("set", index=self._index(name), **values))
+        if learning is not None:
+            # On its own: the kernel refuses a change of the kind's data together with others.
+            options = {"kind": "vxlan", "vxlan_learning": int(learning)}
+            self._call("set learning on", name, lambda: self._ipr.link("set", index=self._index(name), **options))
+
+    def sysctl(self, key: str) -> str | None:
+        """Return a value below /proc/sys, None if the kernel has no such key."""
+        with suppress(OSError):
+            return Path("/proc/sys", key).read_text().strip()
+        return None
+
+    def set_sysctl(self, key: str, value: str) -> None:
+        """Write a value below /proc/sys."""
+        try:
+            Path("/proc/sys", key).write_text(value)
+        except OSError as cause:
+            raise _error("write", f"/proc/sys/{key}", cause.errno or 0) from cause
+
+    def set_tx_checksum(self, name: str, enabled: bool) -> bool:
+        """Switch transmit checksum offload (ethtool(8)); return the effective value."""
+        try:
+            return ethtool.set_tx_checksum(name, enabled)
+        except OSError as cause:
+            raise _error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
+
+    def _index(self, name: str) -> int:
+        try:
+            return socket.if_nametoindex(name)
+        except OSError as cause:
+            raise _error("find device", name, errno.ENODEV) from cause
+
+    def _call(self, operation: str, target: object, body: Callable[[], _T]) -> _T:
+        try:
+            return body()
+        except NetlinkError as cause:
+            raise _error(operation, target, int(cause.code), _kernel_words(cause)) from cause
+        except OSError as cause:
+            raise _error(operation, target, cause.errno or 0) from cause
+
+
+class _BulkSocket:
+    """A netlink socket for batches: errors come back per message, by sequence number."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        # Missing on old kernels: then errors carry no text, and dumps are filtered here.
+        for option in (NETLINK_CAP_ACK, NETLINK_EXT_ACK, NETLINK_GET_STRICT_CHK):
+            with suppress(OSError):
+                self._socket.setsockopt(SOL_NETLINK, option, 1)
+        self._socket.bind((0, 0))
+        self._socket.settimeout(10)
+        self.port_id: int = self._socket.getsockname()[0]
+        self._sequence = 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def request(self, changes: Sequence[tuple[Change, int]]) -> list[tuple[Change, int, str]]:
+        """Send the changes as one datagram; return those refused with errno and the kernel's words."""
+        if not changes:
+            return []
+        pending: dict[int, Change] = {}
+        parts: list[bytes] = []
+        for change, index in changes:
+            self._sequence = self._sequence % 0x7FFFFFFF + 1
+            pending[self._sequence] = change
+            parts.append(rtnl.encode(change, index, self._sequence))
+        refused: list[tuple[Change, int, str]] = []
+        try:
+            self._socket.sendto(b"".join(parts), (0, 0))
+            while pending:
+                buffer = self._socket.recv(RECEIVE_BYTES)
+                for header in rtnl.messages(buffer):
+                    change_seen = pending.pop(header.sequence, None)
+                    if change_seen is None or header.kind != rtnl.NLMSG_ERROR:
+                        continue
+                    code, text = rtnl.decode_error(buffer, header)
+                    if code:
+                        refused.append((change_seen, code, text))
+        except OSError as cause:
+            # Acknowledgements were lost: the caller observes again, so calling all of them refused is safe.
+            refused += [(change, cause.errno or errno.ETIMEDOUT, "no acknowledgement") for change in pending.values()]
+        return refused
+
+    def dump(self, request: bytes, what: str) -> Iterator[tuple[bytes, rtnl.Header]]:
+        """Yield the messages of a dump; an interrupted dump is begun anew, at most five times."""
+        for _ in range(5):
+            found, whole = self._dump_once(request, what)
+            if whole:
+                break
+        return iter(found)
+
+    def _dump_once(self, request: bytes, what: str) -> tuple[list[tuple[bytes, rtnl.Header]], bool]:
+        self._sequence = self._sequence % 0x7FFFFFFF + 1
+        found: list[tuple[bytes, rtnl.Header]] = []
+        whole = True
+        try:
+            self._socket.sendto(rtnl.with_sequence(request, self._sequence), (0, 0))
+            while True:
+                buffer = self._socket.recv(RECEIVE_BYTES)
+                for header in rtnl.messages(buffer):
+                    if header.sequence != self._sequence:
+                        continue
+                    whole = whole and not header.flags & rtnl.NLM_F_DUMP_INTR
+                    if header.kind == rtnl.NLMSG_ERROR:
+                        code, text = rtnl.decode_error(buffer, header)
+                        if code in ABSENT:
+                            return [], True
+                        raise _error("read", what, code, text)
+                    if header.kind == rtnl.NLMSG_DONE:
+                        return found, whole
+                    found.append((buffer, header))
+        except OSError as cause:
+            raise _error("read", what, cause.errno or errno.ETIMEDOUT) from cause
+
+
+ABSENT = frozenset({errno.ENOENT, errno.EAFNOSUPPORT, errno.EOPNOTSUPP})
+"""Answers of a kernel that has no such table, or no such address family: nothing is there."""
+
+
+def _error(operation: str, target: object, code: int, text: str = "") -> KernelError:
+    reason = os.strerror(code).lower() if code else "failed"
+    return KernelError(operation, target, code, f"{reason} ({text})" if text else reason)
+
+
+def _kernel_words(cause: NetlinkError) -> str:
+    return str(cause.extra_code) if getattr(cause, "extra_code", None) else ""
+
+
+def _names() -> dict[int, str]:
+    return dict(socket.if_nameindex())
+
+
+def _link(message: Any) -> Link:
+    info = message.get_attr("IFLA_LINKINFO")
+    kind = (info.get_attr("IFLA_INFO_KIND") if info else "") or ""
+    data = info.get_attr("IFLA_INFO_DATA") if info and kind == "vxlan" else None
+    flags = message["flags"]
+    return Link(
+        name=message.get_attr("IFLA_IFNAME"),
+        index=message["index"],
+        kind=kind,
+        mac=message.get_attr("IFLA_ADDRESS") or "",
+        mtu_bytes=message.get_attr("IFLA_MTU") or 0,
+        up=bool(flags & IFF_UP),
+        vxlan=_vxlan(data) if data else None,
+        loopback=bool(flags & IFF_LOOPBACK),
+        point_to_point=bool(flags & IFF_POINTOPOINT),
+    )
+
+
+def _vxlan(data: Any) -> Vxlan:
+    local = data.get_attr("IFLA_VXLAN_LOCAL") or data.get_attr("IFLA_VXLAN_LOCAL6")
+    group = data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6")
+    return Vxlan(
+        vni=data.get_attr("IFLA_VXLAN_ID") or 0,
+        port=data.get_attr("IFLA_VXLAN_PORT") or 0,
+        local=ip_address(local) if local else None,
+        lower_index=data.get_attr("IFLA_VXLAN_LINK") or 0,
+        learning=bool(data.get_attr("IFLA_VXLAN_LEARNING")),
+        gbp=data.get_attr("IFLA_VXLAN_GBP") is not None,
+        multicast=bool(group),
+        l2miss=bool(data.get_attr("IFLA_VXLAN_L2MISS")),
+    )
+
+
+def _parse_address(message: Any, names: dict[int, str]) -> Address | None:
+    device = names.get(message["index"])
+    text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
+    if device is None or text is None:
+        return None
+    flags = message.get_attr("IFA_FLAGS") or message["flags"]
+    return Address(
+        device=device,
+        interface=ip_interface(f"{text}/{message['prefixlen']}"),
+        scope=SCOPES.get(message["scope"], "global"),
+        dynamic=not flags & IFA_F_PERMANENT,
+        temporary=bool(flags & IFA_F_SECONDARY),
+        deprecated=bool(flags & IFA_F_DEPRECATED),
+        tentative=bool(flags & IFA_F_TENTATIVE),
+    )
