@@ -1,0 +1,74 @@
+"""Make one family's tables hold what is wanted: read, diff, apply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flanneld.traffic.diff import diff, hidden_jumps
+from flanneld.traffic.ports import Firewall
+from flanneld.traffic.render import TablePlan
+from flanneld.traffic.rules import RuleSet, TrafficPolicy, decide
+from subnet.errors import RuleError
+from subnet.model import Family
+from subnet.report import Reporter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Converger:
+    """Keeps what has been learned about one firewall: whether it takes --random-fully."""
+
+    firewall: Firewall
+    reporter: Reporter
+    random_fully: bool = True
+
+    def converge(self, policy: TrafficPolicy, family: Family) -> bool:
+        """Change what differs and return whether anything did. Raises RuleError.
+
+        A batch may fail because another program was faster; what follows it
+        cannot fail for that reason.
+        """
+        wanted = self._decide(policy, family)
+        saved = self.firewall.read(family)
+        self._report_hidden(hidden_jumps(saved, wanted), family)
+        plans = diff(saved, wanted)
+        if not plans:
+            return False
+        try:
+            self._apply(plans, family)
+        except RuleError as e:
+            self.reporter.problem(f"batch IPv{family}", str(e))
+            self._learn(e)
+            wanted = self._decide(policy, family)
+            plans = diff(self.firewall.read(family), wanted, delete=False)
+            if not plans:
+                raise
+            self._apply(plans, family)
+        return True
+
+    def _decide(self, policy: TrafficPolicy, family: Family) -> tuple[RuleSet, ...]:
+        fully = policy.random_fully and self.random_fully and self.firewall.random_fully
+        return decide(replace(policy, random_fully=fully), family)
+
+    def _apply(self, plans: Sequence[TablePlan], family: Family) -> None:
+        self.firewall.apply(family, plans)
+        for plan in plans:
+            for line in plan.summary:
+                log.info("%s (IPv%s)", line, family)
+
+    def _learn(self, error: RuleError) -> None:
+        if self.random_fully and "--random-fully" in str(error):
+            self.random_fully = False
+            log.warning(
+                "%s refuses --random-fully: source ports of masqueraded packets are less random", self.firewall.name
+            )
+
+    def _report_hidden(self, sentences: list[str], family: Family) -> None:
+        topic = f"hidden IPv{family}"
+        if sentences:
+            self.reporter.problem(topic, "; ".join(sentences))
+        else:
+            self.reporter.solved(topic, f"IPv{family}: packets reach the forward rules again")

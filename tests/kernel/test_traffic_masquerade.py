@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from flanneld.traffic.converge import Converger
+from flanneld.traffic.detect import open_host
+from flanneld.traffic.ports import Variant
+from flanneld.traffic.rules import TrafficPolicy
+from flanneld.traffic.runner import Runner
+from subnet.clock import SystemClock
+from subnet.report import Reporter
+from tests.support.netns import MakeNamespace, Namespace, veth
+from tests.support.traffic import POLICY, SEED, Keeper, Tables
+
+pytestmark = pytest.mark.kernel
+
+POD, NODE, OUTSIDE = "10.5.7.2", "192.0.2.1", "192.0.2.9"
+PORT = 4040
+REPAIRS = 50
+
+
+class Topology:
+    """A pod, its node, and something outside."""
+
+    def __init__(self, make_namespace: MakeNamespace) -> None:
+        self.pod, self.node, self.outside = (make_namespace(label) for label in ("pod", "node", "out"))
+        veth(self.pod, self.node, "eth0", "pod0")
+        veth(self.node, self.outside, "eth0", "eth0")
+        self.pod.ip(f"address add {POD}/24 dev eth0")
+        self.node.ip("address add 10.5.7.1/24 dev pod0")
+        self.node.ip(f"address add {NODE}/24 dev eth0")
+        self.outside.ip(f"address add {OUTSIDE}/24 dev eth0")
+        self.pod.ip("route add default via 10.5.7.1")
+        self.outside.ip(f"route add 10.5.0.0/16 via {NODE}")
+        self.node.sysctl("net.ipv4.ip_forward", 1)
+
+    def flow(self) -> Flow:
+        return Flow(self.pod, self.outside)
+
+
+class Flow:
+    """Datagrams from the pod, each a connection of its own; counts the source addresses seen outside."""
+
+    def __init__(self, pod: Namespace, outside: Namespace) -> None:
+        self.pod = pod
+        self.receiver = outside.socket()
+        self.receiver.bind((OUTSIDE, PORT))
+        self.receiver.settimeout(0.2)
+        self.seen: Counter[str] = Counter()
+        self.done = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._send), threading.Thread(target=self._receive)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.done.set()
+            for thread in threads:
+                thread.join()
+            self.receiver.close()
+
+    def _send(self) -> None:
+        self.pod.enter()
+        while not self.done.wait(0.001):
+            with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
+                sender.sendto(b"x", (OUTSIDE, PORT))
+
+    def _receive(self) -> None:
+        while not self.done.is_set():
+            try:
+                _, (address, _) = self.receiver.recvfrom(16)
+            except TimeoutError:
+                continue
+            self.seen[address] += 1
+
+
+def source_seen(path: Topology) -> str:
+    flow = path.flow()
+    with flow.running():
+        while not flow.seen:
+            flow.done.wait(0.01)
+    (address,) = flow.seen
+    return address
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamespace, variant: Variant) -> None:
+    path = Topology(make_namespace)
+    tables = Tables(path.node, variant)
+    tables.iptables(SEED)
+    policy: TrafficPolicy = replace(POLICY, v6=None)
+    assert source_seen(path) == POD
+    with Keeper(path.node, 300.0) as keeper:
+        keeper.want(policy)
+    flow = path.flow()
+
+    def repair() -> int:
+        path.node.enter()
+        host = open_host(Runner(), SystemClock())
+        converger = Converger(host.firewall, Reporter(logging.getLogger("test"), SystemClock()))
+        repaired = 0
+        for n in range(REPAIRS):
+            damage = "-D FLANNEL-POSTRTG 2" if n % 2 else "-I FLANNEL-POSTRTG -s 10.8.0.0/16 -j RETURN"
+            tables.iptables(f"-t nat {damage}")
+            repaired += converger.converge(policy, 4)
+        return repaired
+
+    with ThreadPoolExecutor(1) as thread, flow.running():
+        assert thread.submit(repair).result() == REPAIRS
+    assert set(flow.seen) == {NODE}
+    assert flow.seen[NODE] > REPAIRS
