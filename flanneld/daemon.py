@@ -1,0 +1,178 @@
+"""Wiring: makes the parts, starts the threads, waits for the end, takes everything down.
+
+The main thread only waits for signals. Leases and kernel belong to the thread
+"owner", the datastore to the manager's threads, traffic rules to theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+
+from backends.kernel.monitor import Monitor
+from backends.kernel.netlink import NetlinkKernel
+from flanneld.extiface import Wish
+from flanneld.healthz import Health, HealthServer
+from flanneld.inbox import Inbox, KernelEvents, Wake
+from flanneld.loop import Owner, Plan
+from flanneld.options import Options
+from flanneld.systemd import Notifier
+from flanneld.threads import Crash
+from flanneld.traffic.keeper import TrafficKeeper
+from subnet.clock import Clock, SystemClock
+from subnet.manager import SubnetManager
+
+log = logging.getLogger(__name__)
+
+END_WITHIN_S = 1.5
+"""Time the threads get to unwind after a signal; then the process ends without them."""
+
+
+def serve(options: Options) -> int:
+    """Run until SIGTERM or SIGINT; return the exit code.
+
+    0 after a signal, 1 after a failure that ended the daemon. Raises
+    UsageError for files that waiting cannot cure.
+    """
+    signals = _Signals()
+    clock = SystemClock()
+    inbox = Inbox()
+    notifier = Notifier()
+    health = Health(clock)
+    stop = threading.Event()
+    crash = Crash(signals.wake)
+    crash.install()
+
+    manager = _manager(options, clock)
+    traffic = TrafficKeeper(clock, options.iptables_resync_s)
+    owner = Owner(
+        _plan(options),
+        manager=manager,
+        traffic_want=traffic.want,
+        inbox=inbox,
+        health=health,
+        notifier=notifier,
+        clock=clock,
+    )
+    server = None
+    if options.healthz_port > 0:
+        server = HealthServer(str(options.healthz_ip), options.healthz_port, health, clock)
+        server.start()
+    manager.start(inbox.post)
+    traffic.start(inbox.post)
+    thread = threading.Thread(target=_own, args=(owner, inbox, stop, signals), name="owner", daemon=True)
+    thread.start()
+
+    name = signals.wait()
+    if name:
+        log.info("%s: stopping", name)
+    notifier.stopping()
+    deadline = time.monotonic() + END_WITHIN_S
+    stop.set()
+    inbox.post(Wake())
+    for part in (manager.close, traffic.close, *([server.close] if server else [])):
+        # Side by side: each takes its time, and the process has to end within two seconds.
+        threading.Thread(target=part, name="closing", daemon=True).start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    for closing in [t for t in threading.enumerate() if t.name == "closing"]:
+        closing.join(max(0.0, deadline - time.monotonic()))
+    code = 1 if crash.name else owner.exit_code
+    log.info("stopped")
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End now: what still blocks (a call in a library, a child) must not hold the process."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _own(owner: Owner, inbox: Inbox, stop: threading.Event, signals: _Signals) -> None:
+    kernel = NetlinkKernel()
+    monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
+    monitor.start()
+    try:
+        owner.run(kernel, stop)
+    finally:
+        monitor.close()
+        kernel.close()
+        signals.wake()
+
+
+def _manager(options: Options, clock: Clock) -> SubnetManager:
+    from subnet.etcd.manager import EtcdManager  # noqa: PLC0415 - gRPC is loaded only where etcd is used
+    from subnet.etcd.settings import EtcdSettings  # noqa: PLC0415
+
+    settings = EtcdSettings(
+        endpoints=options.etcd_endpoints,
+        prefix=options.etcd_prefix,
+        keyfile=options.etcd_keyfile,
+        certfile=options.etcd_certfile,
+        cafile=options.etcd_cafile,
+        username=options.etcd_username,
+        password=options.etcd_password,
+        renew_margin_s=options.renew_margin_s,
+        on_lease_lost=options.on_lease_lost,
+    )
+    return EtcdManager(settings, clock)
+
+
+def _plan(options: Options) -> Plan:
+    return Plan(
+        wish=Wish(
+            options.iface,
+            options.iface_regex,
+            options.iface_can_reach,
+            options.public_ip,
+            options.public_ipv6,
+        ),
+        subnet_file=options.subnet_file,
+        ip_masq=options.ip_masq,
+        forward_rules=options.iptables_forward_rules,
+        random_fully=not options.ip_masq_fully_random_disable,
+        resync_s=options.resync_period_s,
+        startup_timeout_s=options.startup_timeout_s,
+        tunnel_checksum_offload=options.tunnel_checksum_offload,
+    )
+
+
+class _Signals:
+    """SIGTERM and SIGINT wake the main thread; a second one ends the process at once.
+
+    The handlers run between two byte codes of the main thread, which may hold
+    any lock: so they take none, and the waking is done by the interpreter
+    itself, through a socket.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._name = ""
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._name:
+            os._exit(0)
+        self._name = signal.Signals(number).name
+
+    def wake(self) -> None:
+        """Let ``wait`` return without a signal; callable from any thread."""
+        self._write.send(b"\0")
+
+    def wait(self) -> str:
+        """Return the name of the signal that came, empty if ``wake`` was called."""
+        select.select([self._read], [], [])
+        self._read.recv(64)
+        return self._name

@@ -1,0 +1,546 @@
+"""The owner thread: one loop that brings host and datastore to what is wanted, again and again.
+
+Start-up is nothing special: it is the first time that every step succeeds.
+Each round walks the same steps from the network config to readiness and stops
+at the first one that has to wait; events only say that a round is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from ipaddress import ip_network
+from pathlib import Path
+
+from backends import load_backend
+from backends.api import Backend, ExternalInterface, Setting
+from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.diff import leftover_links
+from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
+from backends.dataplane.reconcile import Reconciler
+from flanneld.extiface import HostView, Wish, choose, still_there
+from flanneld.healthz import Health
+from flanneld.inbox import Event, Inbox, KernelEvents
+from flanneld.liveconfig import restart_reason
+from flanneld.systemd import Notifier
+from flanneld.traffic.keeper import TrafficState
+from flanneld.traffic.rules import Pair, TrafficPolicy
+from subnet import envfile
+from subnet.clock import Backoff, Clock
+from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
+from subnet.leaseset import LeaseSet, admit
+from subnet.manager import (
+    ConfigSeen,
+    LeaseRequest,
+    LeasesChanged,
+    LeasesListed,
+    OwnLease,
+    StoreState,
+    SubnetManager,
+)
+from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.report import Reporter
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 2.0
+"""A changed underlay address is followed only when it has stayed away for so long."""
+TICK_S = 5.0
+"""Longest sleep: subnet.env is looked at so often."""
+NEWS_S = 1.0
+"""A reason to wait is logged once it has lasted so long."""
+HURRY_S = 0.2
+"""A pending retry is brought forward to this when the host changed."""
+COMPARE_SHARE = 4.0
+"""After a comparison of t seconds the next one waits for this many t, so that churn cannot eat the host."""
+
+
+class NotYet(FlannelError):
+    """A step cannot be taken yet; the text is what people are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options that the loop acts on."""
+
+    wish: Wish
+    subnet_file: str
+    ip_masq: bool = False
+    forward_rules: bool = True
+    random_fully: bool = True
+    resync_s: float = 60.0
+    startup_timeout_s: float = 0.0
+    tunnel_checksum_offload: bool = True
+
+
+class Owner:
+    """Owns leases, devices and kernel entries. All methods but ``run`` are called from its thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        manager: SubnetManager,
+        traffic_want: Callable[[TrafficPolicy], None],
+        inbox: Inbox,
+        health: Health,
+        notifier: Notifier,
+        clock: Clock,
+    ) -> None:
+        self._plan, self._manager, self._traffic_want = plan, manager, traffic_want
+        self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
+        self._reporter = Reporter(log, clock)
+        self._peer_reporter = Reporter(log, clock, again_s=600)
+        self._backoff = Backoff(first_s=0.2, ceiling_s=10)
+        self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
+        self.exit_code = 0
+        """What the process is to end with when the loop ended by itself."""
+
+        self._config: NetworkConfig | None = None
+        self._config_problem = "network config was not read yet"
+        self._leases = LeaseSet()
+        self._leases_moved = True
+        self._own: Lease | None = None
+        self._own_problem = "asking for a subnet lease"
+        self._fatal = ""
+        self._store_problem = "datastore was not reached yet"
+        self._traffic: TrafficState | None = None
+
+        self._interface: ExternalInterface | None = None
+        self._interface_families: tuple[Family, ...] = ()
+        self._interface_doubted = True
+        self._away_since: float | None = None
+        self._backend: Backend | None = None
+        self._backend_of: Setting | None = None
+        self._links: dict[str, Link] = {}
+        self._devices_doubted = True
+        self._macs: dict[str, str] = {}
+        self._made: set[str] = set()
+        self._addresses: frozenset[Address] = frozenset()
+        self._asked: LeaseRequest | None = None
+        self._converged_for: tuple[Setting, Subnets] | None = None
+        self._cleaned_for: Setting | None = None
+        self._addressed: Subnets | None = None
+        self._problems: Mapping[str, str] = {}
+        self._previous = Subnets()
+        self._previous_networks = Subnets()
+        self._policy: TrafficPolicy | None = None
+        self._was_ready = False
+        self._waiting_since = 0.0
+        self._next_resync = 0.0
+        self._retry_at: float | None = None
+        self._recheck_at: float | None = None
+        self._compare_at = 0.0
+        self._alive_at = 0.0
+
+    def run(self, kernel: Kernel, stop: threading.Event) -> None:
+        """Go round until told to stop, or until ``exit_code`` says why it ended."""
+        self._kernel = kernel
+        self._reconciler = Reconciler(kernel, self._peer_reporter)
+        self._devices = DeviceKeeper(kernel, tx_checksum=self._plan.tunnel_checksum_offload)
+        self._remember_earlier_run()
+        began = self._clock.now()
+        self._next_resync = began + self._plan.resync_s
+        while not stop.is_set() and not self.exit_code:
+            self._round()
+            limit = self._plan.startup_timeout_s
+            if limit and not self._was_ready and self._clock.now() - began >= limit:
+                log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
+                self.exit_code = 1
+                return
+            for event in self._inbox.drain(self._sleep_s(began)):
+                self._take(event)
+
+    # -- what happened ----------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case KernelEvents(events):
+                for seen in events:
+                    self._take_kernel(seen)
+            case LeasesListed():
+                self._leases.listed(event)
+                self._leases_moved = True
+            case LeasesChanged():
+                self._leases.changed(event)
+                self._leases_moved = True
+            case OwnLease():
+                self._take_own(event)
+            case ConfigSeen():
+                self._take_config(event)
+            case StoreState():
+                self._store_problem = event.problem
+            case TrafficState():
+                self._traffic = event
+            case _:
+                pass
+        if not isinstance(event, KernelEvents):
+            self._retry_at = None
+
+    def _take_kernel(self, event: KernelEvent) -> None:
+        mine = self._links.keys() | self._made
+        interface = self._interface
+        if isinstance(event, Overflow):
+            self._doubt_everything()
+        elif isinstance(event, LinkSeen):
+            if event.name in mine:
+                self._devices_doubted = True
+                self._reconciler.doubt()
+            if interface is None or event.name == interface.name or event.index == interface.index:
+                self._doubt_interface()
+                self._reconciler.doubt()
+        elif isinstance(event, ObjectSeen):
+            if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
+                self._doubt_interface()
+            if self._reconciler.contradicted(event):
+                self._reconciler.doubt()
+
+    def _doubt_everything(self) -> None:
+        self._devices_doubted = self._interface_doubted = True
+        self._reconciler.doubt()
+
+    def _doubt_interface(self) -> None:
+        self._interface_doubted = True
+        if self._retry_at is not None:
+            self._retry_at = min(self._retry_at, self._clock.now() + HURRY_S)
+
+    def _take_own(self, event: OwnLease) -> None:
+        if event.fatal:
+            self._fatal = event.problem
+        if event.lease is not None:
+            if self._own is None or self._own.subnets != event.lease.subnets:
+                log.info("subnet lease: %s (%s)", event.lease.subnets, event.lease.key)
+            self._own = event.lease
+        elif self._own is not None:
+            log.warning("%s; the data plane stays as it is meanwhile", event.problem)
+        self._own_problem = event.problem
+
+    def _take_config(self, event: ConfigSeen) -> None:
+        if event.config is None:
+            self._config_problem = event.problem
+            if self._own is not None:
+                self._reporter.problem("config", f"{event.problem}; the earlier network config stays in force")
+            else:
+                self._config = None
+            return
+        self._reporter.solved("config", "the network config can be used again")
+        if event.config == self._config:
+            return
+        reason = restart_reason(self._config, event.config) if self._config and self._own else ""
+        if reason:
+            self._reporter.problem("restart", f"network config changed, restart needed: {reason}")
+            return
+        self._reporter.solved("restart", "the network config is the one in force again")
+        log.info("network config %s", "changed, followed live" if self._config else "read")
+        for warning in event.config.warnings:
+            log.warning("network config: %s", warning)
+        self._config = event.config
+
+    # -- a round ----------------------------------------------------------
+
+    def _round(self) -> None:
+        now = self._clock.now()
+        self._health.beat()
+        if now - self._alive_at >= self._notifier.watchdog_s / 3:
+            self._alive_at = now
+            self._notifier.alive()
+        if now >= self._next_resync:
+            self._next_resync = now + self._plan.resync_s
+            self._doubt_everything()
+        if self._recheck_at is not None and now >= self._recheck_at:
+            self._recheck_at = None
+            self._reconciler.doubt()
+        if self._retry_at is not None and now < self._retry_at:
+            return
+        self._retry_at = None
+        try:
+            self._advance()
+        except NotYet as waiting:
+            self._not_ready(str(waiting))
+        except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
+            delay_s = self._backoff.next_s()
+            self._retry_at = now + delay_s
+            self._not_ready(str(error))
+        else:
+            self._backoff.reset()
+
+    def _advance(self) -> None:
+        if self._fatal:
+            log.error("%s", self._fatal)
+            self.exit_code = 1
+            return
+        config = self._usable_config()
+        interface = self._external_interface(config)
+        if not self._leases.synced:
+            raise NotYet(f"waiting for the list of leases: {self._store_problem}")
+        setting = self._setting(config, interface)
+        backend = self._the_backend(setting)
+        attrs = self._ensure_devices(backend, interface)
+        self._ask(attrs, config)
+        own = self._own
+        if own is None:
+            raise NotYet(self._own_problem or "waiting for a subnet lease")
+        self._ask_for_rules(config, own.subnets)
+        rules_problem = self._rules_problem()
+        if not rules_problem:
+            self._ensure_addresses(backend, own.subnets)
+            self._ensure_env_file(config, backend, own.subnets)
+        self._converge(backend, setting, own.subnets)
+        self._clean_up(setting)
+        if rules_problem:
+            raise NotYet(rules_problem)
+        self._is_ready(own)
+
+    def _usable_config(self) -> NetworkConfig:
+        if self._config is None:
+            problem = self._store_problem or self._config_problem
+            raise NotYet(f"waiting for the network config: {problem}")
+        if self._config.enable_nftables:
+            raise NotYet("EnableNFTables is not available in this version; set it to false")
+        return self._config
+
+    def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
+        known = self._interface if self._interface_families == config.families else None
+        if known is not None and not self._interface_doubted:
+            return known
+        kernel = self._kernel
+        view = HostView(kernel.links(), kernel.addresses(), sorted(kernel.routes(), key=str), kernel.lookup)
+        if known is not None and still_there(known, view):
+            self._away_since = None
+            chosen = replace(
+                known,
+                mtu_bytes=view.links[known.name].mtu_bytes or known.mtu_bytes,
+                prefixes=frozenset(a.interface.network for a in view.addresses if a.device == known.name),
+            )
+        else:
+            if known is not None and self._may_come_back(known, view):
+                self._interface_doubted = True
+                return known
+            chosen = choose(self._plan.wish, config.families, view)
+            self._away_since = None
+        self._interface_doubted = False
+        if chosen != known:
+            log.info("external interface: %s", chosen)
+            if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
+                self._manager.underlay_changed()
+        self._interface, self._interface_families = chosen, config.families
+        self._addresses = frozenset(view.addresses)
+        return chosen
+
+    def _may_come_back(self, known: ExternalInterface, view: HostView) -> bool:
+        """Whether to wait a little: an address that is back within the settling time was never away."""
+        link = view.links.get(known.name)
+        if link is None or link.index != known.index:
+            return False
+        if self._away_since is None:
+            self._away_since = self._clock.now()
+            log.warning("the address of %s is gone; waiting %g s for it to come back", known.name, SETTLE_S)
+        return self._clock.now() - self._away_since < SETTLE_S
+
+    def _setting(self, config: NetworkConfig, interface: ExternalInterface) -> Setting:
+        networks: set[IPNetwork] = set()
+        for family in FAMILIES:
+            pool, earlier = config.pool(family), self._previous_networks.of(family)
+            networks |= {network for network in (pool.network if pool else None, earlier) if network is not None}
+        return Setting(config, interface, frozenset(networks))
+
+    def _the_backend(self, setting: Setting) -> Backend:
+        if self._backend is None or self._backend_of != setting:
+            self._backend = load_backend(setting)
+            self._backend_of = setting
+            self._devices_doubted = True
+            self._leases_moved = True
+        return self._backend
+
+    def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
+        if self._devices_doubted:
+            binding = bool(self._macs)
+            macs = self._macs or self._macs_told_earlier(backend, interface)
+            specs = backend.links(macs, binding)
+            self._made |= {spec.name for spec in specs}
+            self._links = self._devices.ensure(specs)
+            self._macs = {name: link.mac for name, link in self._links.items()}
+            indexes = {link.index: link.name for link in self._links.values()}
+            self._reconciler.know_devices({**indexes, interface.index: interface.name})
+            self._devices_doubted = False
+        return backend.attrs(self._links)
+
+    def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
+        """What peers still know of an earlier run, so that a new device need not be learnt."""
+        mine = {interface.public_v4, interface.public_v6} - {None}
+        for lease in self._leases.all():
+            if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
+                return backend.device_macs(lease.attrs)
+        return {}
+
+    def _ask(self, attrs: LeaseAttrs, config: NetworkConfig) -> None:
+        local: frozenset[IPAddress] = frozenset(a.interface.ip for a in self._addresses if a.scope != "host")
+        request = LeaseRequest(attrs, config, self._previous, local)
+        asked = self._asked
+        if asked is None or (asked.attrs, asked.config) != (attrs, config):
+            self._asked = request
+            self._manager.want(request)
+
+    def _converge(self, backend: Backend, setting: Setting, own: Subnets) -> None:
+        if not (self._leases_moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
+            return
+        now = self._clock.now()
+        if self._converged_for == (setting, own) and now < self._compare_at:
+            return
+        desired = self._desired(backend, setting, own)
+        outcome = self._reconciler.converge(desired)
+        self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
+        self._leases_moved = False
+        self._converged_for = (setting, own)
+        self._problems = outcome.problems
+        if outcome.refused:
+            self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
+        else:
+            self._recheck_backoff.reset()
+
+    def _desired(self, backend: Backend, setting: Setting, own: Subnets) -> DesiredState:
+        interface = setting.interface
+        announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
+        admission = admit(
+            self._leases.all(),
+            own=own,
+            own_public=announced,
+            config=setting.config,
+            underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
+        )
+        desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
+        refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
+        return replace(desired, problems=desired.problems + refused)
+
+    def _clean_up(self, setting: Setting) -> None:
+        """Once the new path works: devices that an earlier configuration left."""
+        if self._cleaned_for == setting:
+            return
+        links, addresses = self._kernel.links(), self._kernel.addresses()
+        wanted = frozenset(self._links)
+        desired = DesiredState(wanted, setting.interface.name, setting.networks)
+        stale = set(leftover_links(links, addresses, desired)) | (self._made & links.keys() - wanted)
+        for name in sorted(stale):
+            log.info("device %s of an earlier configuration is removed", name)
+            self._kernel.delete_link(name)
+        self._made = set(wanted)
+        self._cleaned_for = setting
+
+    def _ask_for_rules(self, config: NetworkConfig, own: Subnets) -> None:
+        pairs: dict[int, Pair] = {}
+        earlier: list[Pair] = []
+        for family in FAMILIES:
+            pool, subnet = config.pool(family), own.of(family)
+            if pool is not None and subnet is not None:
+                pairs[family] = Pair(pool.network, subnet)
+            network, before = self._previous_networks.of(family), self._previous.of(family)
+            if network is not None and before is not None:
+                earlier.append(Pair(network, before))
+        policy = TrafficPolicy(
+            v4=pairs.get(4),
+            v6=pairs.get(6),
+            masquerade=self._plan.ip_masq,
+            forward=self._plan.forward_rules,
+            random_fully=self._plan.random_fully,
+            previous=tuple(earlier),
+        )
+        if policy != self._policy:
+            self._policy = policy
+            self._traffic_want(policy)
+
+    def _rules_problem(self) -> str:
+        """Return why the rules are not in force; empty: they are.
+
+        At the start they are waited for: pods may come once subnet.env is
+        there, and peers after it. Later on, and when rules are in trouble,
+        peers do not wait.
+        """
+        state = self._traffic
+        if state is None or state.policy != self._policy:
+            if self._converged_for is None:
+                raise NotYet("waiting for the traffic rules")
+            return "waiting for the traffic rules"
+        return "" if state.ok else f"traffic rules: {state.problem}"
+
+    def _ensure_addresses(self, backend: Backend, own: Subnets) -> None:
+        """The devices' own addresses, ahead of everything else that convergence brings."""
+        if self._addressed == own and not self._reconciler.doubtful:
+            return
+        wanted = backend.desired(own, (), lambda _: False).addresses - frozenset(self._kernel.addresses())
+        for failure in self._kernel.apply([Change("put", address) for address in sorted(wanted, key=str)]):
+            raise failure.error
+        if wanted:
+            self._reconciler.doubt()
+        self._addressed = own
+
+    def _ensure_env_file(self, config: NetworkConfig, backend: Backend, own: Subnets) -> None:
+        text = envfile.render(config, own, backend.mtu_bytes(), self._plan.ip_masq)
+        path = Path(self._plan.subnet_file)
+        try:
+            current = path.read_text()
+        except OSError:
+            current = ""
+        if current != text:
+            envfile.write(path, text)
+            log.info("wrote %s: %s", path, " ".join(text.split()))
+
+    def _remember_earlier_run(self) -> None:
+        path = self._plan.subnet_file
+        try:
+            self._previous = envfile.read_previous(path) or Subnets()
+            self._previous_networks = envfile.read_networks(path) or Subnets()
+        except envfile.EnvFileError as error:
+            log.warning("%s; an earlier subnet is not known", error)
+
+    # -- what others are told ---------------------------------------------
+
+    def _is_ready(self, own: Lease) -> None:
+        problems = len(self._problems)
+        status = f"subnet {own.subnets}, {max(len(self._leases.all()) - 1, 0)} other leases"
+        if problems:
+            status += f", {problems} with problems"
+        if self._store_problem:
+            status += f"; {self._store_problem}"
+        if not self._health.ready:
+            log.info("ready: %s", status)
+        self._health.ready, self._health.reason = True, ""
+        self._was_ready = True
+        self._reporter.forget("ready")
+        self._notifier.ready(status)
+
+    def _not_ready(self, reason: str) -> None:
+        now = self._clock.now()
+        if self._health.ready or reason != self._health.reason:
+            self._waiting_since = now
+        self._health.ready, self._health.reason = False, reason
+        self._notifier.status(f"not ready: {reason}")
+        # What is over within a second is no news.
+        if now - self._waiting_since >= NEWS_S:
+            self._reporter.problem("ready", f"not ready: {reason}")
+
+    def _sleep_s(self, began: float) -> float:
+        now = self._clock.now()
+        ends = [now + TICK_S, self._next_resync]
+        if self._retry_at is not None:
+            ends.append(self._retry_at)
+        if self._away_since is not None:
+            ends.append(self._away_since + SETTLE_S)
+        if not self._health.ready and now < self._waiting_since + NEWS_S:
+            ends.append(self._waiting_since + NEWS_S)
+        if self._recheck_at is not None:
+            ends.append(self._recheck_at)
+        if (self._reconciler.doubtful or self._leases_moved) and self._converged_for is not None:
+            ends.append(self._compare_at)
+        if self._notifier.watchdog_s:
+            ends.append(now + self._notifier.watchdog_s / 3)
+        if self._plan.startup_timeout_s and not self._was_ready:
+            ends.append(began + self._plan.startup_timeout_s)
+        return max(0.0, min(ends) - now)
+
+
+def _on_link(address: IPAddress, interface: ExternalInterface) -> bool:
+    """Whether a peer sits on the external interface's own segment."""
+    return any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)
