@@ -1,0 +1,77 @@
+# `make demo` shows the network at work, `make test` runs every test. Both install what is missing, as root on Debian.
+
+VENV  := .venv
+STAMP := $(VENV)/.stamp
+BIN   := $(VENV)/bin
+LOCKS := $(wildcard requirements/*.txt)
+PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+LOCK  := build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options
+
+# Where `make install` puts things.
+PREFIX   ?= /opt/flanneld
+BINDIR   ?= /usr/local/bin
+UNITDIR  ?= /etc/systemd/system
+DEFAULTS ?= /etc/default/flanneld
+
+.PHONY: help deps venv demo test lint lock bench install clean
+
+help:
+	@echo 'make demo     build a network of namespaces and show that it works (root)'
+	@echo 'make test     run every test (root)'
+	@echo 'make lint     ruff, mypy --strict, import contracts'
+	@echo 'make bench    throughput between two hosts of the demo (root)'
+	@echo 'make venv     the virtual environment alone'
+	@echo 'make install  the daemon in $(PREFIX), its unit and its settings (root)'
+	@echo 'make lock     pin the newest versions that setup.cfg and requirements/*.in allow'
+	@echo 'make clean    remove everything that was made'
+	@echo 'PYTHON=...    the interpreter to use, 3.11 or later'
+
+deps:
+	@scripts/install-debian
+
+venv: deps $(STAMP)
+
+# Sources are built with the pinned setuptools, not with one fetched on the side: hence build.txt first.
+$(STAMP): $(LOCKS) setup.cfg pyproject.toml | deps
+	@python=$$(scripts/find-python "$(PYTHON)") && rm -rf $(VENV) && echo "$(VENV): $$python" && "$$python" -m venv $(VENV)
+	$(PIP) install --require-hashes -r requirements/build.txt
+	$(PIP) install --require-hashes --no-build-isolation -r requirements/dev.txt
+	$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: venv
+	$(BIN)/flannelctl lab
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+bench: venv
+	$(BIN)/flannelctl lab --hosts 2 --seconds 10
+
+lock: deps
+	@python=$$(scripts/find-python "$(PYTHON)") && "$$python" -m venv --clear build/lock
+	build/lock/bin/python -m pip --quiet --disable-pip-version-check install pip-tools
+	$(LOCK) --upgrade -o requirements/build.txt requirements/build.in
+	$(LOCK) --upgrade -o requirements/run.txt setup.cfg
+	$(LOCK) --upgrade -o requirements/dev.txt requirements/dev.in
+
+install:
+	@python=$$(scripts/find-python "$(PYTHON)") && "$$python" -m venv --clear $(PREFIX)
+	$(PREFIX)/bin/python -m pip --quiet install --require-hashes -r requirements/build.txt
+	$(PREFIX)/bin/python -m pip --quiet install --require-hashes --no-build-isolation -r requirements/run.txt
+	rm -rf build/lib
+	$(PREFIX)/bin/python -m pip --quiet install --no-build-isolation --no-deps .
+	ln -sf $(PREFIX)/bin/flanneld $(PREFIX)/bin/flannelctl $(BINDIR)/
+	install -m 644 systemd/flanneld.service $(UNITDIR)/
+	@[ -e $(DEFAULTS) ] || install -m 644 systemd/flanneld.default $(DEFAULTS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
