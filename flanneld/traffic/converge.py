@@ -36,6 +36,7 @@ class Converger:
         self._report_hidden(hidden_jumps(saved, wanted), family)
         plans = diff(saved, wanted)
         if not plans:
+            self.reporter.solved(f"batch IPv{family}", f"IPv{family} rules are as wanted after a failed batch")
             return False
         try:
             self._apply(plans, family)

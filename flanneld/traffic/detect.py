@@ -42,9 +42,9 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known about a host. ``default`` is the variant that ``iptables`` is, None without iptables."""
+    """What is known about a host. ``default`` is the variant that ``iptables`` is."""
 
-    default: Variant | None
+    default: Variant
     usable: frozenset[Variant] = frozenset()
     found: Mapping[Variant, Census] = field(default_factory=dict)
 
@@ -82,9 +82,7 @@ def census(saved: Saved, chain_prefix: str = "FLANNEL") -> Census:
 
 def choose(evidence: Evidence) -> tuple[Variant, str]:
     """Return the variant to use and the reason. Raises RuleError if there is none."""
-    if evidence.default is None:
-        raise RuleError("no iptables program found: masquerade and forward rules cannot be written")
-    variant, why = _by_rules(evidence, evidence.default)
+    variant, why = _by_rules(evidence)
     if variant in evidence.usable:
         return variant, why
     rest = [other for other in VARIANTS if other in evidence.usable]
@@ -93,7 +91,7 @@ def choose(evidence: Evidence) -> tuple[Variant, str]:
     return rest[0], f"{why}, but the {variant} variant cannot be used here"
 
 
-def _by_rules(evidence: Evidence, default: Variant) -> tuple[Variant, str]:
+def _by_rules(evidence: Evidence) -> tuple[Variant, str]:
     nft, legacy = evidence.census("nft"), evidence.census("legacy")
     for what, in_nft, in_legacy in (
         ("chains of kube-proxy or Docker", nft.engine_chains, legacy.engine_chains),
@@ -103,7 +101,7 @@ def _by_rules(evidence: Evidence, default: Variant) -> tuple[Variant, str]:
             variant: Variant = "nft" if in_nft > in_legacy else "legacy"
             other = "legacy" if variant == "nft" else "nft"
             return variant, f"{what}: {max(in_nft, in_legacy)} in {variant}, {min(in_nft, in_legacy)} in {other}"
-    return default, f"iptables is {default} and the rules of other programs do not say otherwise"
+    return evidence.default, f"iptables is {evidence.default} and the rules of other programs do not say otherwise"
 
 
 def parse_version(text: str) -> tuple[Version, Variant]:
@@ -136,8 +134,8 @@ def open_host(runner: Runner, clock: Clock) -> Host:
     """
     iptables = runner.find("iptables", "iptables-nft", "iptables-legacy")
     if iptables is None:
-        choose(Evidence(default=None))
-    version, default = parse_version(runner.run([str(iptables), "--version"]).out)
+        raise RuleError("no iptables program found: masquerade and forward rules cannot be written")
+    version, default = parse_version(runner.run([iptables, "--version"]).out)
     firewalls: dict[Variant, Firewall] = {}
     found: dict[Variant, Census] = {}
     for variant in VARIANTS:

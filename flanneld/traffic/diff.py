@@ -44,7 +44,7 @@ def _table_plan(chains: Chains, rules: RuleSet, delete: bool) -> TablePlan:
     drop = delete and not rules.rules and rules.chain in chains
     summary = [content] if content else []
     if jump_missing:
-        summary.append(f"added jump to {rules.chain} to {rules.hook} in {rules.table}")
+        summary.append(f"added jump from {rules.hook} to {rules.chain} in {rules.table}")
     summary.extend(surplus.summary)
     if drop:
         summary.append(f"removed chain {rules.chain} from {rules.table}")
@@ -87,7 +87,7 @@ class _Surplus:
     def find(cls, chains: Chains, rules: RuleSet) -> _Surplus:
         jumps = list(_surplus_jumps(chains, rules))
         flat = [(rules.hook, text) for text in chains.get(rules.hook, ()) if _without_random(text) in rules.obsolete]
-        summary = [f"removed jump to {rules.chain} from {chain} in {rules.table}" for chain, _ in jumps]
+        summary = [f"removed jump from {chain} to {rules.chain} in {rules.table}" for chain, _ in jumps]
         summary += [f"removed rule of an earlier version from {chain} in {rules.table}: {text}" for chain, text in flat]
         return cls((*jumps, *flat), tuple(summary))
 

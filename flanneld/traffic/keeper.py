@@ -139,7 +139,6 @@ class TrafficKeeper:
             if watch is not None and self._news(watch):
                 # Changes come in bursts, which one look answers.
                 self._woken(self._debounce_s(), None)
-                self._news(watch)
                 return
 
     def _woken(self, timeout_s: float | None, watch: Watch | None) -> bool:
@@ -156,7 +155,7 @@ class TrafficKeeper:
 
     def _news(self, watch: Watch) -> bool:
         try:
-            return watch.drain()
+            return watch.drain(self._wanted.chain_prefix if self._wanted is not None else "")
         except KernelError as e:
             self._lose_watch(e)
             return True

@@ -44,8 +44,11 @@ class Watch(Protocol):
         """Return a descriptor that is readable when there is news."""
         ...
 
-    def drain(self) -> bool:
-        """Take all news there is, without waiting; return whether any may concern our rules."""
+    def drain(self, chain_prefix: str) -> bool:
+        """Take all news, without waiting; return whether any may concern chains of this prefix or jumps to them.
+
+        Raises KernelError when there will be no more news.
+        """
         ...
 
     def generation(self) -> int | None:

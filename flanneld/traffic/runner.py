@@ -73,8 +73,8 @@ class Runner:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
+                    encoding="utf-8",
+                    errors="surrogateescape",
                     env={**os.environ, "LC_ALL": "C"},
                     start_new_session=True,
                 )

@@ -73,11 +73,13 @@ class Settler:
         if not self.host.firewall.covers(family):
             return False
         try:
-            return self._converger.converge(policy, family)
+            changed = self._converger.converge(policy, family)
         except RuleError as e:
             # A family that is off must not keep the other one from working.
             self.reporter.problem(f"off IPv{family}", f"IPv{family} is off, but old rules cannot be removed: {e}")
             return False
+        self.reporter.solved(f"off IPv{family}", f"IPv{family} is off and cleared of old rules")
+        return changed
 
     def _current_generation(self) -> int | None:
         return self.host.watch.generation() if self.host.watch is not None else None

@@ -84,8 +84,7 @@ class NftWatch:
     Raises KernelError where the kernel has no nf_tables.
     """
 
-    def __init__(self, chain_prefix: str = "FLANNEL") -> None:
-        self.chain_prefix = chain_prefix
+    def __init__(self) -> None:
         self._sequence = 0
         self._events = self._open(1 << (_GROUP_NFTABLES - 1))
         try:
@@ -102,7 +101,7 @@ class NftWatch:
         """Return the descriptor that is readable when rules changed."""
         return self._events.fileno()
 
-    def drain(self) -> bool:
+    def drain(self, chain_prefix: str) -> bool:
         """Take all notifications; return whether one may concern our rules, or some were lost."""
         concerned = False
         while True:
@@ -115,7 +114,7 @@ class NftWatch:
                     raise KernelError("read notifications of", "nf_tables", e.errno or 0, str(e)) from e
                 concerned = True
                 continue
-            concerned |= any(concerns(kind, attrs, self.chain_prefix) for kind, attrs in messages(data))
+            concerned |= any(concerns(kind, attrs, chain_prefix) for kind, attrs in messages(data))
 
     def generation(self) -> int | None:
         """Return the number the kernel increments with every committed change, None if it does not say."""

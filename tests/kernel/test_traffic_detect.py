@@ -185,12 +185,12 @@ def test_watch_tells_changes_near_our_rules_from_others(namespace: Namespace) ->
         assert watch.generation() == first
         tables.iptables("-A OTHER -j ACCEPT")
         assert watch.generation() != first
-        assert watch.drain() is False
+        assert watch.drain("FLANNEL") is False
         tables.iptables("-A FLANNEL-FWD -j ACCEPT")
-        assert watch.drain() is True
-        assert watch.drain() is False
+        assert watch.drain("FLANNEL") is True
+        assert watch.drain("FLANNEL") is False
         namespace.run("nft", "flush", "ruleset")
-        assert watch.drain() is True
+        assert watch.drain("FLANNEL") is True
     finally:
         watch.close()
 
@@ -203,8 +203,8 @@ def test_watch_takes_lost_notifications_for_a_change(namespace: Namespace) -> No
     try:
         lines = "".join(f"-A OTHER -s 10.9.{i // 250}.{i % 250} -j ACCEPT\n" for i in range(3000))
         namespace.run("iptables-nft-restore", "--noflush", text=f"*filter\n{lines}COMMIT\n")
-        assert watch.drain() is True
-        assert watch.drain() is False
+        assert watch.drain("FLANNEL") is True
+        assert watch.drain("FLANNEL") is False
     finally:
         watch.close()
 

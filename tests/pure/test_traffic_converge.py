@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from ipaddress import ip_network
 
@@ -9,7 +8,7 @@ import pytest
 
 from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import Host
-from flanneld.traffic.render import Saved, TablePlan, restore_text
+from flanneld.traffic.render import Saved
 from flanneld.traffic.rules import Pair, TrafficPolicy
 from flanneld.traffic.runner import Runner
 from flanneld.traffic.settle import Settler
@@ -17,7 +16,8 @@ from subnet.clock import SystemClock
 from subnet.errors import RuleError
 from subnet.model import Family
 from subnet.report import Reporter
-from tests.support.restore import RestoreError, Tables, restore
+from tests.support.fake_firewall import FakeFirewall, FakeWatch
+from tests.support.restore import Tables
 
 pytestmark = pytest.mark.pure
 
@@ -25,56 +25,6 @@ V4 = Pair(ip_network("10.5.0.0/16"), ip_network("10.5.7.0/24"))
 V6 = Pair(ip_network("fc00:5::/48"), ip_network("fc00:5:0:7::/64"))
 POLICY = TrafficPolicy(V4, masquerade=True)
 STRAY = "-j FLANNEL-FWD"
-
-
-class FakeFirewall:
-    name = "fake"
-    random_fully = True
-
-    def __init__(self, families: Sequence[Family] = (4, 6)) -> None:
-        self.families = families
-        self.tables: dict[Family, Tables] = {4: {}, 6: {}}
-        self.meanwhile: Callable[[Tables], None] = lambda _: None
-        self.refuses = "\0"
-        self.reads = 0
-        self.applied: list[bool] = []
-
-    def covers(self, family: Family) -> bool:
-        return family in self.families
-
-    def read(self, family: Family) -> Saved:
-        assert family in self.families
-        self.reads += 1
-        held = self.tables[family]
-        return Saved({t: {c: tuple(rules) for c, rules in chains.items()} for t, chains in held.items()})
-
-    def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
-        text = restore_text(plans)
-        self.applied.append(False)
-        self.meanwhile(self.tables[family])
-        if self.refuses in text:
-            raise RuleError(next(line for line in text.splitlines() if self.refuses in line))
-        try:
-            self.tables[family] = restore(self.tables[family], text)
-        except RestoreError as e:
-            raise RuleError(str(e)) from e
-        self.applied[-1] = True
-
-
-class FakeWatch:
-    def __init__(self) -> None:
-        self.number = 1
-
-    def fileno(self) -> int:
-        raise NotImplementedError
-
-    def drain(self) -> bool:
-        return False
-
-    def generation(self) -> int | None:
-        return self.number
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
