@@ -23,9 +23,14 @@ log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
 _RETRY_FIRST_S, _RETRY_CEILING_S = 0.2, 10.0
-_DEBOUNCE_FIRST_S, _DEBOUNCE_CEILING_S = 0.05, 0.5
-_CALM_S = 10.0
-"""After this long without a repair the next change is answered at full speed again."""
+_QUIET_S = 0.25
+"""A change is answered once there was no further one for so long.
+
+Who flushes chains one command after the other removes them next; a jump that
+came back in between would make that fail.
+"""
+_QUIET_AT_LAST_S = 0.8
+"""Changes that never pause are answered after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,6 @@ class TrafficKeeper:
         self._find_host = find_host
         self._reporter = Reporter(log, clock)
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_CEILING_S)
-        self._debounce = Backoff(_DEBOUNCE_FIRST_S, _DEBOUNCE_CEILING_S, jitter=0)
         self._wanted: TrafficPolicy | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -121,7 +125,7 @@ class TrafficKeeper:
         host = self._find_host(self.runner, self.clock)
         for problem in host_problems(families_on(policy), self.runner):
             log.warning("%s", problem)
-        return Settler(host, self.runner, self._reporter, self.clock)
+        return Settler(host, self.runner, self._reporter)
 
     def _tell(self, state: TrafficState) -> None:
         if state != self._posted and self._post is not None:
@@ -137,9 +141,18 @@ class TrafficKeeper:
             if (left_s is not None and left_s <= 0) or self._woken(left_s, watch):
                 return
             if watch is not None and self._news(watch):
-                # Changes come in bursts, which one look answers.
-                self._woken(self._debounce_s(), None)
+                self._await_quiet()
                 return
+
+    def _await_quiet(self) -> None:
+        at_last = self.clock.now() + _QUIET_AT_LAST_S
+        quiet_at = self.clock.now() + _QUIET_S
+        while (left_s := min(quiet_at, at_last) - self.clock.now()) > 0:
+            watch = self._watch()
+            if self._woken(left_s, watch):
+                return
+            if watch is not None and self._news(watch):
+                quiet_at = self.clock.now() + _QUIET_S
 
     def _woken(self, timeout_s: float | None, watch: Watch | None) -> bool:
         """Wait for a wake-up, true, or for the time or the watch."""
@@ -170,9 +183,3 @@ class TrafficKeeper:
 
     def _watch(self) -> Watch | None:
         return self._settler.host.watch if self._settler is not None else None
-
-    def _debounce_s(self) -> float:
-        assert self._settler is not None
-        if self.clock.now() - self._settler.repaired_at > _CALM_S:
-            self._debounce.reset()
-        return self._debounce.next_s()

@@ -12,7 +12,6 @@ from flanneld.traffic.nft_tables import remove_nft_tables
 from flanneld.traffic.ports import Firewall
 from flanneld.traffic.rules import TrafficPolicy, decide
 from flanneld.traffic.runner import Runner
-from subnet.clock import Clock
 from subnet.errors import RuleError
 from subnet.model import FAMILIES, Family
 from subnet.report import Reporter
@@ -31,9 +30,8 @@ def families_on(policy: TrafficPolicy) -> list[Family]:
 class Settler:
     """Repairs until a look finds nothing to repair; does not look where nothing can have changed."""
 
-    def __init__(self, host: Host, runner: Runner, reporter: Reporter, clock: Clock) -> None:
-        self.host, self.runner, self.reporter, self.clock = host, runner, reporter, clock
-        self.repaired_at = float("-inf")
+    def __init__(self, host: Host, runner: Runner, reporter: Reporter) -> None:
+        self.host, self.runner, self.reporter = host, runner, reporter
         self._converger = Converger(host.firewall, reporter)
         self._settled: TrafficPolicy | None = None
         self._generation: int | None = None
@@ -52,7 +50,6 @@ class Settler:
                     self._clear_leftovers(policy)
                 self._settled = policy
                 return
-            self.repaired_at = self.clock.now()
         raise RuleError("rules differ again right after their repair: another program keeps changing them")
 
     def _round(self, policy: TrafficPolicy, families: Iterable[Family]) -> bool:

@@ -80,7 +80,8 @@ def test_F01_F02_damage_is_repaired(tables: Tables, keeper: Keeper) -> None:
     keeper.want(policy)
     for script in DAMAGE:
         for command in script.split(";"):
-            tables.iptables(command)
+            # On a busy machine the repair may come between two commands, and the second then fails.
+            tables.iptables(command, check=False)
         until(tables.ours, GOLDEN[4])
     if tables.variant == "nft":
         tables.namespace.run("nft", "flush", "ruleset")

@@ -24,7 +24,6 @@ from tests.support.traffic import POLICY, SEED, Keeper, Tables
 pytestmark = pytest.mark.kernel
 
 POD, NODE, OUTSIDE = "10.5.7.2", "192.0.2.1", "192.0.2.9"
-PORT = 4040
 REPAIRS = 50
 
 
@@ -43,17 +42,17 @@ class Topology:
         self.outside.ip(f"route add 10.5.0.0/16 via {NODE}")
         self.node.sysctl("net.ipv4.ip_forward", 1)
 
-    def flow(self) -> Flow:
-        return Flow(self.pod, self.outside)
+    def flow(self, port: int) -> Flow:
+        return Flow(self.pod, self.outside, port)
 
 
 class Flow:
     """Datagrams from the pod, each a connection of its own; counts the source addresses seen outside."""
 
-    def __init__(self, pod: Namespace, outside: Namespace) -> None:
-        self.pod = pod
+    def __init__(self, pod: Namespace, outside: Namespace, port: int) -> None:
+        self.pod, self.port = pod, port
         self.receiver = outside.socket()
-        self.receiver.bind((OUTSIDE, PORT))
+        self.receiver.bind((OUTSIDE, port))
         self.receiver.settimeout(0.2)
         self.seen: Counter[str] = Counter()
         self.done = threading.Event()
@@ -75,7 +74,7 @@ class Flow:
         self.pod.enter()
         while not self.done.wait(0.001):
             with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
-                sender.sendto(b"x", (OUTSIDE, PORT))
+                sender.sendto(b"x", (OUTSIDE, self.port))
 
     def _receive(self) -> None:
         while not self.done.is_set():
@@ -87,7 +86,7 @@ class Flow:
 
 
 def source_seen(path: Topology) -> str:
-    flow = path.flow()
+    flow = path.flow(4040)
     with flow.running():
         while not flow.seen:
             flow.done.wait(0.01)
@@ -104,7 +103,8 @@ def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamesp
     assert source_seen(path) == POD
     with Keeper(path.node, 300.0) as keeper:
         keeper.want(policy)
-    flow = path.flow()
+    # Another port: the kernel remembers for a while that connections to the first one are not masqueraded.
+    flow = path.flow(4041)
 
     def repair() -> int:
         path.node.enter()

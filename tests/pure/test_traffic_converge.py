@@ -39,7 +39,7 @@ class NoPrograms(Runner):
 
 def settler(firewall: FakeFirewall, other: FakeFirewall | None = None, watch: FakeWatch | None = None) -> Settler:
     reporter = Reporter(logging.getLogger("test"), SystemClock())
-    return Settler(Host(firewall, other, watch, ""), NoPrograms(), reporter, SystemClock())
+    return Settler(Host(firewall, other, watch, ""), NoPrograms(), reporter)
 
 
 def converger(firewall: FakeFirewall) -> Converger:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_network
@@ -95,6 +96,17 @@ def test_news_is_answered_before_the_period(bench: Bench) -> None:
     bench.watch.tell()
     until(bench.chain, 6)
     assert bench.states.empty()
+
+
+def test_a_program_that_is_at_work_is_not_interrupted(bench: Bench) -> None:
+    bench.keeper.start(bench.states.put)
+    bench.keeper.want(POLICY)
+    bench.next()
+    reads, told_at = bench.firewall.reads, time.monotonic()
+    bench.watch.number += 1
+    bench.watch.tell()
+    until(lambda: bench.firewall.reads > reads, True)
+    assert time.monotonic() - told_at > 0.2
 
 
 def test_own_changes_are_no_reason_to_look_again(bench: Bench) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from flanneld.traffic.render import Saved, TablePlan, restore_text
 from subnet.errors import KernelError, RuleError
@@ -67,8 +66,10 @@ class FakeWatch:
         assert chain_prefix == "FLANNEL"
         if self.broken:
             raise KernelError("read notifications of", "nf_tables", 5)
-        with suppress(BlockingIOError):
+        try:
             os.eventfd_read(self._news)
+        except BlockingIOError:
+            return False
         return True
 
     def generation(self) -> int | None:

@@ -53,9 +53,10 @@ class Tables:
     def __init__(self, namespace: Namespace, variant: Variant) -> None:
         self.namespace, self.variant = namespace, variant
 
-    def iptables(self, arguments: str, family: Family = 4) -> None:
+    def iptables(self, arguments: str, family: Family = 4, check: bool = True) -> None:
         """Run iptables; ``arguments`` is split at blanks."""
-        self.namespace.run(f"{'ip6' if family == 6 else 'ip'}tables-{self.variant}", *arguments.split())
+        program = f"{'ip6' if family == 6 else 'ip'}tables-{self.variant}"
+        self.namespace.run(program, *arguments.split(), check=check)
 
     def lines(self, family: Family = 4) -> list[str]:
         """Return ``TABLE -A ...`` and ``TABLE :CHAIN POLICY`` of iptables-save, sorted by table."""
