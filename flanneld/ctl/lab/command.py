@@ -68,21 +68,7 @@ def show(wish: Wish) -> int:
         console.print("The config asks for IPv6; what of it is carried is the daemon's decision.")
     with _progress(console) as say, _interruptible():
         try:
-            with Lab(
-                wish.hosts,
-                backend=wish.backend,
-                family=cast(FamilyChoice, wish.family),
-                command=wish.daemon or OWN_COMMAND,
-                ready_timeout_s=wish.timeout_s,
-                say=say,
-            ) as lab:
-                try:
-                    faults = _examine(lab, wish, console, say)
-                    if wish.keep:
-                        lab.keep()
-                        _explain(lab, console)
-                finally:
-                    _ignore_endings()
+            faults = _faults(wish, console, say)
         except LabError as e:
             first, *rest = str(e).splitlines()
             console.print(f"The lab failed: {first}", style=report.BAD, markup=False, soft_wrap=True)
@@ -98,6 +84,31 @@ def show(wish: Wish) -> int:
         return 1
     console.print("Every container reaches every other; no entry is missing.", style=report.GOOD)
     return 0
+
+
+def _faults(wish: Wish, console: Console, say: Callable[[str], None]) -> list[str]:
+    """Build, examine and remove or keep the lab; an interrupted one is never kept. Raises LabError."""
+    keep = wish.keep
+    with Lab(
+        wish.hosts,
+        backend=wish.backend,
+        family=cast(FamilyChoice, wish.family),
+        command=wish.daemon or OWN_COMMAND,
+        ready_timeout_s=wish.timeout_s,
+        start=False,
+        say=say,
+    ) as lab:
+        try:
+            lab.start()
+            return _examine(lab, wish, console, say)
+        except InterruptedLab:
+            keep = False
+            raise
+        finally:
+            _ignore_endings()
+            if keep:
+                lab.keep()
+                _explain(lab, console)
 
 
 def _examine(lab: Lab, wish: Wish, console: Console, say: Callable[[str], None]) -> list[str]:

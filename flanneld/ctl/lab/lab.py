@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from ipaddress import IPv4Interface, IPv6Interface
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +78,7 @@ class Lab:
         self.hosts: list[Host] = []
         self._wanted, self._start, self._keep = hosts, start, False
         self._number = itertools.count(1)
+        self._ending = ExitStack()
 
     # -- life -------------------------------------------------------------
 
@@ -100,17 +102,14 @@ class Lab:
         traces.mark_kept(self.directory)
 
     def close(self) -> None:
-        """End all processes and remove namespaces and files."""
-        for host in self.hosts:
-            host.daemon.close()
-        # By name, not by what was noted: an interrupt may have come between making and noting.
-        for trace in traces.find(self.prefix):
-            if trace.prefix == self.prefix:
-                trace.remove()
+        """End all processes and remove namespaces and files, all of them even if one resists."""
+        self._ending.close()
 
     def _build(self) -> None:
         for gone in traces.sweep():
             self.say(f"removed what {gone} had left behind")
+        # Last, by name and not by what was noted: an interrupt may have come between making and noting.
+        self._ending.callback(traces.remove, self.prefix)
         self.directory = traces.claim(self.prefix)
         self.say("switch and etcd")
         self.switch = self.namespace("sw")
@@ -123,6 +122,7 @@ class Lab:
         self._bypass_bridge_filter()
         address = SWITCH_V4 if self.family != "v6" else f"[{SWITCH_V6}]"
         self.etcd = Etcd(self.switch, address, self.directory / "etcd")
+        self._ending.callback(self.etcd.kill)
         self.etcd.start()
         self.etcd.configure(self.config)
         for _ in range(self._wanted):
@@ -147,7 +147,9 @@ class Lab:
 
     def namespace(self, label: str) -> Namespace:
         """Return a new namespace of this lab; it goes with the lab."""
-        return Namespace(f"{self.prefix}-{label}")
+        namespace = Namespace(f"{self.prefix}-{label}")
+        self._ending.callback(namespace.delete)
+        return namespace
 
     def add_host(
         self,
@@ -183,6 +185,7 @@ class Lab:
             flags=[*own, *self.flags, *self.host_flags.get(number, ()), *flags],
             env=env,
         )
+        self._ending.callback(daemon.close)
         host = Host(name, namespace, daemon, v4, v6)
         self.hosts.append(host)
         return host

@@ -71,6 +71,13 @@ def find(prefix: str = STEM) -> list[Trace]:
     ]
 
 
+def remove(prefix: str) -> None:
+    """Remove the lab of exactly this prefix, whoever owns it."""
+    for trace in find(prefix):
+        if trace.prefix == prefix:
+            trace.remove()
+
+
 def sweep(prefix: str = STEM, *, kept: bool = False) -> list[str]:
     """Remove the labs of dead owners, those kept on purpose only if ``kept``; return their prefixes."""
     removed = []
