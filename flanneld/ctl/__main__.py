@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from importlib import metadata
 
 import click
+
+from flanneld import __version__
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
-def _version() -> str:
-    try:
-        return metadata.version("flanneld")
-    except metadata.PackageNotFoundError:
-        return "unknown (run from a source tree)"
-
-
 @click.group(context_settings=CONTEXT)
-@click.version_option(_version(), prog_name="flannelctl", message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name="flannelctl", message="%(prog)s %(version)s")
 def main() -> None:
     """Tools for operators of flanneld."""
 

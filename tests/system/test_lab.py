@@ -197,3 +197,12 @@ def test_a_kept_lab_stays_until_it_is_cleaned() -> None:
     finally:
         assert traces.sweep(prefix, kept=True) == [prefix]
     assert netns.names(prefix) == []
+
+
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+def test_the_demonstration_holds_with_the_real_daemon(backend: str) -> None:
+    argv = [sys.executable, "-m", "flanneld.ctl", "lab", "--hosts", "2", "--seconds", "0", "--backend", backend]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    assert "Every container reaches every other; no entry is missing." in done.stdout
+    assert done.stdout.count("3 of 3") == 2
