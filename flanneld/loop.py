@@ -17,7 +17,7 @@ from pathlib import Path
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
-from backends.dataplane.diff import leftover_links
+from backends.dataplane.diff import foreign_addresses, leftover_links
 from backends.dataplane.model import Address, Change, DesiredState, Link
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
@@ -426,6 +426,8 @@ class Owner:
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for address in foreign_addresses(addresses, desired):
+            log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
 
