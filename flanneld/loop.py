@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_network
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
-from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
 from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.model import Address, Change, DesiredState, Link, blackhole
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import HostView, Wish, choose, still_there
@@ -28,6 +28,7 @@ from flanneld.liveconfig import restart_reason
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
 from subnet import envfile
 from subnet.clock import Backoff, Clock
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
@@ -71,6 +72,11 @@ class Plan:
     ip_masq: bool = False
     forward_rules: bool = True
     random_fully: bool = True
+    masq_exclude: tuple[IPNetwork, ...] = ()
+    chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
+    blackhole: bool = False
+    vtep_filter: bool = False
     resync_s: float = 60.0
     startup_timeout_s: float = 0.0
     tunnel_checksum_offload: bool = True
@@ -85,12 +91,14 @@ class Owner:
         *,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
         self._plan, self._manager, self._traffic_want = plan, manager, traffic_want
+        self._filter_want = filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
         self._peer_reporter = Reporter(log, clock, again_s=600)
@@ -128,6 +136,8 @@ class Owner:
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
+        self._filter: VtepFilter | None = None
+        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
         self._next_resync = 0.0
@@ -298,8 +308,6 @@ class Owner:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
@@ -412,8 +420,23 @@ class Owner:
             underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
         )
         desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
+        self._ask_for_filter(interface, admission.peers)
         refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
-        return replace(desired, problems=desired.problems + refused)
+        routes = desired.routes
+        if self._plan.blackhole:
+            routes |= {blackhole(subnet) for subnet in (own.of(f) for f in setting.config.families) if subnet}
+        return replace(desired, problems=desired.problems + refused, routes=routes)
+
+    def _ask_for_filter(self, interface: ExternalInterface, peers: Collection[Lease]) -> None:
+        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
+        if not self._plan.vtep_filter:
+            return
+        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        known = {lease.attrs.public(family) for lease in peers for family in FAMILIES}
+        wanted = VtepFilter(interface.name, ports.pop(), frozenset(known - {None})) if ports else None  # type: ignore[arg-type]
+        if wanted != self._filter or not self._filter_asked:
+            self._filter, self._filter_asked = wanted, True
+            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
@@ -446,6 +469,10 @@ class Owner:
             forward=self._plan.forward_rules,
             random_fully=self._plan.random_fully,
             previous=tuple(earlier),
+            masq_exclude=self._plan.masq_exclude,
+            nftables=config.enable_nftables,
+            chain_prefix=self._plan.chain_prefix,
+            table_prefix=self._plan.table_prefix,
         )
         if policy != self._policy:
             self._policy = policy

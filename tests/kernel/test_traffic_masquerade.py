@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections import Counter
@@ -11,13 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import open_host
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.rules import TrafficPolicy
 from flanneld.traffic.runner import Runner
 from subnet.clock import SystemClock
-from subnet.report import Reporter
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.traffic import POLICY, SEED, Keeper, Tables
 
@@ -108,13 +105,12 @@ def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamesp
 
     def repair() -> int:
         path.node.enter()
-        host = open_host(Runner(), SystemClock())
-        converger = Converger(host.firewall, Reporter(logging.getLogger("test"), SystemClock()))
+        enforcer = open_host(False, Runner(), SystemClock()).enforcer
         repaired = 0
         for n in range(REPAIRS):
             damage = "-D FLANNEL-POSTRTG 2" if n % 2 else "-I FLANNEL-POSTRTG -s 10.8.0.0/16 -j RETURN"
             tables.iptables(f"-t nat {damage}")
-            repaired += converger.converge(policy, 4)
+            repaired += enforcer.converge(policy, 4)
         return repaired
 
     with ThreadPoolExecutor(1) as thread, flow.running():
