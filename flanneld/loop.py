@@ -77,12 +77,13 @@ class Plan:
 
 
 class Owner:
-    """Owns leases, devices and kernel entries. All methods but ``run`` are called from its thread."""
+    """Owns leases, devices and kernel entries. Belongs to the thread that makes it."""
 
     def __init__(
         self,
         plan: Plan,
         *,
+        kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
         inbox: Inbox,
@@ -90,10 +91,12 @@ class Owner:
         notifier: Notifier,
         clock: Clock,
     ) -> None:
-        self._plan, self._manager, self._traffic_want = plan, manager, traffic_want
+        self._plan, self._kernel = plan, kernel
+        self._manager, self._traffic_want = manager, traffic_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
-        self._peer_reporter = Reporter(log, clock, again_s=600)
+        self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
+        self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -130,28 +133,25 @@ class Owner:
         self._policy: TrafficPolicy | None = None
         self._was_ready = False
         self._waiting_since = 0.0
-        self._next_resync = 0.0
+        self._began = clock.now()
+        self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
         self._compare_at = 0.0
         self._alive_at = 0.0
 
-    def run(self, kernel: Kernel, stop: threading.Event) -> None:
-        """Go round until told to stop, or until ``exit_code`` says why it ended."""
-        self._kernel = kernel
-        self._reconciler = Reconciler(kernel, self._peer_reporter)
-        self._devices = DeviceKeeper(kernel, tx_checksum=self._plan.tunnel_checksum_offload)
         self._remember_earlier_run()
-        began = self._clock.now()
-        self._next_resync = began + self._plan.resync_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Go round until told to stop, or until ``exit_code`` says why it ended."""
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
-            if limit and not self._was_ready and self._clock.now() - began >= limit:
+            if limit and not self._was_ready and self._clock.now() - self._began >= limit:
                 log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
                 self.exit_code = 1
                 return
-            for event in self._inbox.drain(self._sleep_s(began)):
+            for event in self._inbox.drain(self._sleep_s()):
                 self._take(event)
 
     # -- what happened ----------------------------------------------------
@@ -378,7 +378,7 @@ class Owner:
 
     def _ask(self, attrs: LeaseAttrs, config: NetworkConfig) -> None:
         local: frozenset[IPAddress] = frozenset(a.interface.ip for a in self._addresses if a.scope != "host")
-        request = LeaseRequest(attrs, config, self._previous, local)
+        request = LeaseRequest(attrs, config, self._previous if self._previous != Subnets() else None, local)
         asked = self._asked
         if asked is None or (asked.attrs, asked.config) != (attrs, config):
             self._asked = request
@@ -521,7 +521,7 @@ class Owner:
         if now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
-    def _sleep_s(self, began: float) -> float:
+    def _sleep_s(self) -> float:
         now = self._clock.now()
         ends = [now + TICK_S, self._next_resync]
         if self._retry_at is not None:
@@ -537,7 +537,7 @@ class Owner:
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:
-            ends.append(began + self._plan.startup_timeout_s)
+            ends.append(self._began + self._plan.startup_timeout_s)
         return max(0.0, min(ends) - now)
 
 
