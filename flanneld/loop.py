@@ -18,7 +18,7 @@ from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import HostView, Wish, choose, still_there
@@ -128,6 +128,7 @@ class Owner:
         self._cleaned_for: Setting | None = None
         self._addressed: Subnets | None = None
         self._problems: Mapping[str, str] = {}
+        self._on_link_known: dict[IPAddress, bool] = {}
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
@@ -195,14 +196,18 @@ class Owner:
         elif isinstance(event, ObjectSeen):
             if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
                 self._doubt_interface()
+            if isinstance(event.target, Route) and event.index not in {link.index for link in self._links.values()}:
+                self._forget_on_link()
             if self._reconciler.contradicted(event):
                 self._reconciler.doubt()
 
     def _doubt_everything(self) -> None:
+        self._forget_on_link()
         self._devices_doubted = self._interface_doubted = True
         self._reconciler.doubt()
 
     def _doubt_interface(self) -> None:
+        self._forget_on_link()
         self._interface_doubted = True
         if self._retry_at is not None:
             self._retry_at = min(self._retry_at, self._clock.now() + HURRY_S)
@@ -411,9 +416,32 @@ class Owner:
             config=setting.config,
             underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
         )
-        desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
+        desired = backend.desired(own, admission.peers, lambda address: self._on_link(address, interface))
         refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
         return replace(desired, problems=desired.problems + refused)
+
+    def _on_link(self, address: IPAddress, interface: ExternalInterface) -> bool:
+        """Whether a peer is reached directly: inside a prefix of the interface, and by the kernel's own word.
+
+        The prefix alone would miss a more specific route through a VPN; the
+        route alone would take a point-to-point device for a shared segment.
+        """
+        known = self._on_link_known.get(address)
+        if known is None:
+            known = any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)
+            if known:
+                try:
+                    route = self._kernel.lookup(address)
+                    known = route.gateway is None and route.device == interface.name
+                except KernelError:
+                    known = False
+            self._on_link_known[address] = known
+        return known
+
+    def _forget_on_link(self) -> None:
+        if self._on_link_known:
+            self._on_link_known.clear()
+            self._leases_moved = True
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
@@ -539,8 +567,3 @@ class Owner:
         if self._plan.startup_timeout_s and not self._was_ready:
             ends.append(self._began + self._plan.startup_timeout_s)
         return max(0.0, min(ends) - now)
-
-
-def _on_link(address: IPAddress, interface: ExternalInterface) -> bool:
-    """Whether a peer sits on the external interface's own segment."""
-    return any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)
