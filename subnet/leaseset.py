@@ -37,11 +37,17 @@ class LeaseSet:
         self._sorted = None
         self.synced = True
 
-    def changed(self, event: LeasesChanged) -> None:
-        """Apply changes in their order; those that the last list already holds are passed over."""
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def changed(self, event: LeasesChanged) -> bool:
+        """Apply changes in their order; those that the last list already holds are passed over.
+
+        Returns whether they were applied.
+        """
         # A batch of the list's own revision is applied: its outcome is in the list, so it changes nothing.
         if not self.synced or event.revision < self._revision:
-            return
+            return False
         for change in event.changes:
             if isinstance(change, Lease):
                 self._leases[change.subnets] = change
@@ -49,6 +55,7 @@ class LeaseSet:
                 self._leases.pop(change, None)
         self._revision = event.revision
         self._sorted = None
+        return True
 
     def all(self) -> tuple[Lease, ...]:
         """Return the leases in the order of their subnets."""

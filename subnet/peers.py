@@ -83,7 +83,8 @@ class PeerSet:
         self._leases: dict[Subnets, Lease] = {}
         self._blocks: dict[Family, _Blocks] = {c.family: _Blocks(c) for c in checks}
         self._verdicts: dict[Subnets, dict[Family, IPNetwork | str]] = {}
-        self._peers: dict[Subnets, Lease] = {}
+        self.peers: dict[Subnets, Lease] = {}
+        """The admitted leases, as ``take`` told them, by their lease's subnets."""
         self._touched: set[Subnets] = set()
         self.refused: dict[Subnets, tuple[Lease, str]] = {}
         """Leases that are no peers, or not in every family, with the reason."""
@@ -135,13 +136,13 @@ class PeerSet:
                 self.refused[subnets] = lease, why
             else:
                 self.refused.pop(subnets, None)
-            if peer == self._peers.get(subnets):
+            if peer == self.peers.get(subnets):
                 continue
             changes[subnets] = peer
             if peer is None:
-                del self._peers[subnets]
+                del self.peers[subnets]
             else:
-                self._peers[subnets] = peer
+                self.peers[subnets] = peer
         self._touched.clear()
         return changes
 

@@ -472,3 +472,17 @@ def test_hostile_leases_beside_good_ones(tmp_path: Path) -> None:
     node = Node(tmp_path).started(_peer(2), bad, mine)
     assert node.routes == {"10.5.2.0/24"}
     assert "2 with problems" in node.notifier.said[-1]
+
+
+def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2))
+    node.kernel.set_address("eth0", "169.254.0.1/32")
+    node.kernel.state = replace(
+        node.kernel.state, addresses=frozenset(a for a in node.kernel.state.addresses if a.device != "eth0")
+    )
+    node.play(node.kernel_says(Overflow()), 2.1)
+    node.script.sleeps.clear()
+    node.play(0.0, 0.0)
+    assert "eth0 has no IPv4 address" in node.health.reason
+    assert min(node.script.sleeps) > 0.05
+    assert node.routes == {"10.5.2.0/24"}
