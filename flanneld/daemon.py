@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 from backends.kernel.monitor import Monitor
@@ -26,7 +27,9 @@ from flanneld.options import Options
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper
+from subnet.cached import CachedManager
 from subnet.clock import Clock, SystemClock
+from subnet.etcd.layout import join
 from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _manager(options, clock)
+    manager = _remembered(_manager(options, clock), options, clock)
     traffic = TrafficKeeper(clock, options.iptables_resync_s)
     ended: list[int] = []
 
@@ -127,6 +130,18 @@ def _manager(options: Options, clock: Clock) -> SubnetManager:
         on_lease_lost=options.on_lease_lost,
     )
     return EtcdManager(settings, clock)
+
+
+def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        f"etcd {join(options.etcd_prefix)}",
+        offline_start=options.offline_start,
+        clock=clock,
+    )
 
 
 def _plan(options: Options) -> Plan:

@@ -366,7 +366,7 @@ class Owner:
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
-        if self._cleaned_for == setting:
+        if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
         wanted = frozenset(self._links)
@@ -455,7 +455,7 @@ class Owner:
             status += f"; {self._store_problem}"
         if not self._health.ready:
             log.info("ready: %s", status)
-        self._health.ready, self._health.reason = True, ""
+        self._health.ready, self._health.reason = True, self._store_problem
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from ipaddress import ip_network
 
 from backends.api import Backend, ExternalInterface, Setting
@@ -30,7 +31,7 @@ class Peering:
         """Whether something changed since the table was last asked for."""
         self._peers = PeerSet((), None)
         self._table: WantedTable | None = None
-        self._table_of: tuple[Setting, Subnets] | None = None
+        self._table_of: tuple[Setting, Subnets, bool] | None = None
         self._interface: ExternalInterface | None = None
         self._on_link: dict[IPAddress, bool] = {}
         self._ways_changed = False
@@ -59,8 +60,9 @@ class Peering:
             self._ways_changed = self.moved = True
 
     def table(self, backend: Backend, setting: Setting, own: Subnets) -> WantedTable:
-        """Return the wanted entries, up to date. It is another object when setting or own subnet are others."""
-        if self._table is None or self._table_of != (setting, own):
+        """Return the wanted entries, up to date. It is another object when it is to be compared whole."""
+        about = setting, own, self.leases.complete
+        if self._table is None or self._table_of != about:
             interface = self._interface = setting.interface
             local = {a for a in (interface.v4, interface.v6) if a is not None}
             announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
@@ -68,8 +70,10 @@ class Peering:
             self._on_link.clear()
             self._peers = PeerSet(checks_for(setting.config, own, announced, underlay), own)
             self._peers.load(self.leases.all())
-            self._table = WantedTable(backend.desired(own, (), lambda _: False))
-            self._table_of = setting, own
+            # Leases remembered from an earlier run only fill gaps: what the kernel holds may be newer.
+            base = replace(backend.desired(own, (), lambda _: False), additive=not self.leases.complete)
+            self._table = WantedTable(base)
+            self._table_of = about
         for subnets, peer in self._peers.take().items():
             self._set(self._table, backend, own, subnets, peer)
         if self._ways_changed:

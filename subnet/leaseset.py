@@ -28,14 +28,16 @@ class LeaseSet:
         self._revision = 0
         self._sorted: tuple[Lease, ...] | None = None
         self.synced = False
-        """Whether a full list has been seen; before that the set says nothing about what is gone."""
+        """Whether a list has been seen."""
+        self.complete = False
+        """Whether it came from the datastore; before that the set says nothing about what is gone."""
 
     def listed(self, event: LeasesListed) -> None:
         """Replace everything. A lower revision than before means that the store began anew."""
         self._leases = {lease.subnets: lease for lease in event.leases}
         self._revision = event.revision
         self._sorted = None
-        self.synced = True
+        self.synced, self.complete = True, event.complete
 
     def __len__(self) -> int:
         return len(self._leases)

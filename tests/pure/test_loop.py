@@ -84,8 +84,8 @@ class Script:
 class Node:
     """An owner on a fake host; ``play`` runs one round for each step."""
 
-    def __init__(self, tmp_path: Path, **plan: Any) -> None:
-        self.clock, self.kernel, self.manager = ManualClock(), FakeKernel(), FakeManager()
+    def __init__(self, tmp_path: Path, kernel: FakeKernel | None = None, **plan: Any) -> None:
+        self.clock, self.kernel, self.manager = ManualClock(), kernel or FakeKernel(), FakeManager()
         self.notifier, self.health = FakeNotifier(), Health(self.clock)
         self.stop = threading.Event()
         self.script = Script(self.stop, self.clock)
@@ -486,3 +486,45 @@ def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp
     assert "eth0 has no IPv4 address" in node.health.reason
     assert min(node.script.sleeps) > 0.05
     assert node.routes == {"10.5.2.0/24"}
+
+
+def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2, "02:00:00:00:00:22"), _peer(3))
+    held, link = node.kernel.state, node.kernel.held["flannel.1"]
+    again = Node(tmp_path, node.kernel)
+    degraded = StoreState(False, "started from cached state of then; datastore: down")
+    mine = Lease(OWN, node.manager.requests[-1].attrs, "own", 7, 6)
+    cached = LeasesListed((mine, _peer(2), _peer(4)), 0, complete=False)
+    again.play(degraded, _config(CONFIG), cached, lambda: [again.own()], again.rules_ok)
+    assert again.is_ready()
+    assert again.notifier.said[-1] == "READY subnet 10.5.1.0/24, 2 other leases; " + degraded.problem
+    assert again.health.reason == degraded.problem
+    assert again.routes == {"10.5.2.0/24", "10.5.3.0/24", "10.5.4.0/24"}
+    assert held.neighbours < node.kernel.state.neighbours
+    assert held.fdb < node.kernel.state.fdb
+    again.play(StoreState(True), _config(CONFIG), LeasesListed((mine, _peer(2), _peer(5)), 9))
+    assert again.routes == {"10.5.2.0/24", "10.5.5.0/24"}
+    assert {n.mac for n in node.kernel.state.neighbours} == {_mac(_peer(2)), _mac(_peer(5))}
+    assert again.notifier.said[-1].endswith("2 other leases")
+    assert again.health.reason == ""
+    assert node.kernel.held["flannel.1"] == link
+
+
+def test_cached_config_removes_no_device(tmp_path: Path) -> None:
+    node = Node(tmp_path).started()
+    again = Node(tmp_path, node.kernel)
+    older = _config('{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}')
+    again.play(
+        StoreState(False, "down"),
+        older,
+        LeasesListed((), 0, complete=False),
+        lambda: [again.own()],
+        again.rules_ok,
+    )
+    assert {"flannel.1", "flannel.2"} <= node.kernel.held.keys()
+    again.play(LeasesListed((), 9))
+    assert node.kernel.held.keys() == {"lo", "eth0", "flannel.2"}
+
+
+def _mac(lease: Lease) -> str:
+    return str(lease.attrs.backend_data["VtepMAC"])
