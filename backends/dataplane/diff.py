@@ -112,7 +112,7 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
 
 
 def _sorted(targets: Iterable[_T]) -> list[_T]:
-    return sorted(targets, key=str)
+    return sorted(targets, key=lambda target: target.key)
 
 
 def _after(same_key: list[_T], target: _T, put: bool) -> list[_T]:

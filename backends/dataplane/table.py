@@ -75,12 +75,20 @@ class WantedTable:
             return
         keys = self._detach(name)
         self._entries[name] = claim, entries, state.problems
-        for target in entries:
-            keys.add(key_of(target))
-            self._claims.setdefault(key_of(target), set()).add(claim)
-        if not entries and state.problems:
+        if state.problems:
             self._problems[name] = state.problems
-        self._settle(keys)
+        by_key = {key_of(target): target for target in entries}
+        alone = True
+        for key in by_key:
+            claims = self._claims.setdefault(key, set())
+            claims.add(claim)
+            alone = alone and len(claims) == 1
+        if alone and not any(key in self._claims for key in keys - by_key.keys()):
+            # Nobody else wants any of this: the usual case.
+            for key in keys | by_key.keys():
+                self._set(key, by_key.get(key))
+        else:
+            self._settle(keys | by_key.keys())
 
     def remove(self, name: str) -> None:
         """Remove the entries of a peer; one that is not there is fine."""
