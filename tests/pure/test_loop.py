@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from backends.dataplane.ports import LinkSeen, Overflow
+from backends.dataplane.model import Route
+from backends.dataplane.ports import LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, KernelEvents
@@ -123,9 +124,9 @@ class Node:
     def kernel_says(self, *events: Any) -> KernelEvents:
         return KernelEvents(tuple(events))
 
-    def started(self, *peers: Lease, own: Subnets = OWN) -> Node:
+    def started(self, *peers: Lease, own: Subnets = OWN, config: str = CONFIG) -> Node:
         return self.play(
-            StoreState(True), _config(CONFIG), LeasesListed(peers, 5), lambda: [self.own(own)], self.rules_ok
+            StoreState(True), _config(config), LeasesListed(peers, 5), lambda: [self.own(own)], self.rules_ok
         )
 
     def own(self, subnets: Subnets = OWN) -> OwnLease:
@@ -426,12 +427,65 @@ def test_idle_loop_sleeps_long(tmp_path: Path) -> None:
     assert node.script.sleeps[-1] == pytest.approx(5.0)
 
 
+DIRECT = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}'
+
+
+def _shown(node: Node) -> list[str]:
+    return sorted(str(r) for r in node.kernel.state.routes)
+
+
+def _foreign_route() -> KernelEvents:
+    return KernelEvents((ObjectSeen(Route(ip_network("192.0.2.9/32"), ""), 99, False),))
+
+
+def test_H07_direct_only_inside_a_prefix_and_by_the_kernels_word(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.kernel.ways[ip_address("192.0.2.3")] = ("tun0", None)
+    node.kernel.ways[ip_address("192.0.2.4")] = ("eth0", ip_address("192.0.2.254"))
+    far = replace(_peer(5), attrs=replace(_peer(5).attrs, public_ip=ip_address("198.51.100.5")))  # type: ignore[arg-type]
+    node.started(_peer(2), _peer(3), _peer(4), far, config=DIRECT)
+    assert _shown(node) == [
+        "route 10.5.2.0/24 via 192.0.2.2 dev eth0",
+        "route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 onlink",
+        "route 10.5.4.0/24 via 10.5.4.0 dev flannel.1 onlink",
+        "route 10.5.5.0/24 via 10.5.5.0 dev flannel.1 onlink",
+    ]
+
+
+def test_H07_decided_anew_when_routes_change(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), config=DIRECT)
+    assert _shown(node) == ["route 10.5.2.0/24 via 192.0.2.2 dev eth0"]
+    assert node.kernel.state.fdb == frozenset()
+    node.kernel.ways[ip_address("192.0.2.2")] = ("tun0", None)
+    node.play(_foreign_route())
+    assert _shown(node) == ["route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink"]
+    assert len(node.kernel.state.fdb) == 1
+    node.kernel.ways.clear()
+    node.play(_foreign_route())
+    assert _shown(node) == ["route 10.5.2.0/24 via 192.0.2.2 dev eth0"]
+    assert node.kernel.state.fdb == frozenset()
+
+
 def test_hostile_leases_beside_good_ones(tmp_path: Path) -> None:
     bad = replace(_peer(4), subnets=Subnets(ip_network("0.0.0.0/1")))  # type: ignore[arg-type]
     mine = replace(_peer(5), attrs=replace(_peer(5).attrs, public_ip=ip_address("192.0.2.1")))  # type: ignore[arg-type]
     node = Node(tmp_path).started(_peer(2), bad, mine)
     assert node.routes == {"10.5.2.0/24"}
     assert "2 with problems" in node.notifier.said[-1]
+
+
+def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2))
+    node.kernel.set_address("eth0", "169.254.0.1/32")
+    node.kernel.state = replace(
+        node.kernel.state, addresses=frozenset(a for a in node.kernel.state.addresses if a.device != "eth0")
+    )
+    node.play(node.kernel_says(Overflow()), 2.1)
+    node.script.sleeps.clear()
+    node.play(0.0, 0.0)
+    assert "eth0 has no IPv4 address" in node.health.reason
+    assert min(node.script.sleeps) > 0.05
+    assert node.routes == {"10.5.2.0/24"}
 
 
 def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:
