@@ -178,6 +178,8 @@ class DesiredState:
     earlier run: inside them stale addresses and routes of ours are recognised.
     ``underlay`` names the external interface.
     ``problems`` are leases that could not be turned into entries, with the reason.
+    ``additive``: the peers are known from memory only; what the kernel holds may
+    be newer, and is neither removed nor replaced.
     """
 
     devices: frozenset[str]
@@ -188,6 +190,7 @@ class DesiredState:
     fdb: frozenset[FdbEntry] = frozenset()
     routes: frozenset[Route] = frozenset()
     problems: tuple[tuple[str, str], ...] = ()
+    additive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

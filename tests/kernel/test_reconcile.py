@@ -10,6 +10,7 @@ import pytest
 from backends.dataplane.model import Address, DesiredState, FdbEntry, LinkSpec, Neighbour, Route, Vxlan
 from backends.dataplane.ports import KernelEvent, LinkSeen
 from backends.dataplane.reconcile import Reconciler
+from backends.dataplane.table import WantedTable
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from subnet.clock import SystemClock
@@ -70,7 +71,11 @@ def site(namespace: Namespace) -> Iterator[Site]:
         site.close()
 
 
-def _desired(*numbers: int) -> DesiredState:
+def _desired(*numbers: int) -> WantedTable:
+    return WantedTable(_state(*numbers))
+
+
+def _state(*numbers: int) -> DesiredState:
     return DesiredState(
         frozenset({DEVICE}),
         "eth0",
