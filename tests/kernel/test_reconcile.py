@@ -17,7 +17,7 @@ from subnet.clock import SystemClock
 from subnet.report import Reporter
 from tests.support.netns import Namespace
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
 DEVICE = "flannel.1"
 WAIT_S = 5
