@@ -54,7 +54,13 @@ def serve(options: Options) -> int:
     crash.install()
 
     manager = _remembered(_manager(options, clock), options, clock)
-    traffic = TrafficKeeper(clock, options.iptables_resync_s)
+    traffic = TrafficKeeper(
+        clock,
+        options.iptables_resync_s,
+        manage_sysctls=options.manage_sysctls,
+        cleanup_on_exit=options.cleanup_on_exit,
+        vtep_filter=options.vtep_filter,
+    )
     ended: list[int] = []
 
     def own() -> None:
@@ -67,6 +73,7 @@ def serve(options: Options) -> int:
                 kernel=kernel,
                 manager=manager,
                 traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
                 inbox=inbox,
                 health=health,
                 notifier=notifier,
@@ -157,6 +164,11 @@ def _plan(options: Options) -> Plan:
         ip_masq=options.ip_masq,
         forward_rules=options.iptables_forward_rules,
         random_fully=not options.ip_masq_fully_random_disable,
+        masq_exclude=options.ip_masq_exclude,
+        chain_prefix=options.chain_prefix,
+        table_prefix=options.table_prefix,
+        blackhole=options.ip_blackhole_route,
+        vtep_filter=options.vtep_filter,
         resync_s=options.resync_period_s,
         startup_timeout_s=options.startup_timeout_s,
         tunnel_checksum_offload=options.tunnel_checksum_offload,

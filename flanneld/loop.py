@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
-from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
 from backends.dataplane.diff import leftover_links
 from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
@@ -28,6 +28,7 @@ from flanneld.peering import Peering
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
 from flanneld.underlay import Underlay
 from subnet import envfile
 from subnet.clock import Backoff, Clock
@@ -69,6 +70,11 @@ class Plan:
     ip_masq: bool = False
     forward_rules: bool = True
     random_fully: bool = True
+    masq_exclude: tuple[IPNetwork, ...] = ()
+    chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
+    blackhole: bool = False
+    vtep_filter: bool = False
     resync_s: float = 60.0
     startup_timeout_s: float = 0.0
     tunnel_checksum_offload: bool = True
@@ -84,19 +90,20 @@ class Owner:
         kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
         self._plan, self._kernel = plan, kernel
-        self._manager, self._traffic_want = manager, traffic_want
+        self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._underlay = Underlay(kernel, plan.wish, clock)
-        self._peering = Peering(kernel, clock)
+        self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -124,6 +131,8 @@ class Owner:
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
+        self._filter: VtepFilter | None = None
+        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
         self._began = clock.now()
@@ -293,8 +302,6 @@ class Owner:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
@@ -355,6 +362,8 @@ class Owner:
             return
         looked = self._reconciler.doubtful
         outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
+        if self._plan.vtep_filter:
+            self._ask_for_filter(setting.interface)
         if looked:
             self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
         self._converged_for = (setting, own)
@@ -363,6 +372,14 @@ class Owner:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
+
+    def _ask_for_filter(self, interface: ExternalInterface) -> None:
+        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
+        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
+        if wanted != self._filter or not self._filter_asked:
+            self._filter, self._filter_asked = wanted, True
+            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
@@ -395,6 +412,10 @@ class Owner:
             forward=self._plan.forward_rules,
             random_fully=self._plan.random_fully,
             previous=tuple(earlier),
+            masq_exclude=self._plan.masq_exclude,
+            nftables=config.enable_nftables,
+            chain_prefix=self._plan.chain_prefix,
+            table_prefix=self._plan.table_prefix,
         )
         if policy != self._policy:
             self._policy = policy

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from flanneld import flagvalues, goflags
 from subnet.errors import UsageError
-from subnet.model import IPAddress
+from subnet.model import IPAddress, IPNetwork
 
 ENVIRONMENT_PREFIX = "FLANNELD_"
 REDACTED = "***"
@@ -205,6 +205,14 @@ class Options:
     ip_masq_fully_random_disable: bool = _flag(
         "ip-masq-fully-random-disable", False, _RULES, "never masquerade with fully random source ports"
     )
+    ip_masq_exclude: tuple[IPNetwork, ...] = _flag(
+        "ip-masq-exclude",
+        "",
+        _RULES,
+        "destination network that pods reach with their own address",
+        read=flagvalues.network,
+        repeatable=True,
+    )
     iptables_resync_s: int = _flag(
         "iptables-resync",
         5,
@@ -218,6 +226,24 @@ class Options:
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, _RULES, "discard traffic to own addresses that no pod has"
     )
+    chain_prefix: str = _flag(
+        "chain-prefix",
+        "FLANNEL",
+        _RULES,
+        "first part of the names of iptables chains; another daemon on this host needs another",
+        read=flagvalues.rule_name(20),
+    )
+    table_prefix: str = _flag(
+        "table-prefix",
+        "flannel",
+        _RULES,
+        "first part of the names of nftables tables; another daemon on this host needs another",
+        read=flagvalues.rule_name(64),
+    )
+    manage_sysctls: bool = _flag(
+        "manage-sysctls", False, _RULES, "switch on forwarding, and iptables for bridged packets, where they are off"
+    )
+    cleanup_on_exit: bool = _flag("cleanup-on-exit", False, _RULES, "remove the traffic rules at the end")
 
     startup_timeout_s: int = _flag(
         "startup-timeout",
@@ -269,7 +295,7 @@ FLAGS: Mapping[str, Flag] = {f.name: f.metadata["flag"] for f in fields(Options)
 VERSION = "version"
 _KINDS: dict[str, goflags.Kind] = {VERSION: "bool", **{flag.name: flag.kind for flag in FLAGS.values()}}
 
-NOT_YET = {"kube_subnet_mgr": "the Kubernetes subnet manager", "ip_blackhole_route": "the blackhole route"}
+NOT_YET = {"kube_subnet_mgr": "the Kubernetes subnet manager"}
 """Fields of switches that this version knows but cannot follow, and what they ask for."""
 
 

@@ -19,6 +19,7 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    blackhole,
 )
 from subnet.model import IPNetwork
 
@@ -45,8 +46,11 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
 
     On our own devices: all but the kernel's own. On the external interface,
     strictly inside the cluster's networks: those with our protocol number, and
-    gateway routes with protocol boot, which Go flannel leaves behind.
+    gateway routes with protocol boot, which Go flannel leaves behind. Without a
+    device, in the same place: what ``blackhole`` makes.
     """
+    if route == blackhole(route.destination):
+        return _inside(route.destination, desired.networks)
     if route.type != "unicast" or route.protocol == PROTO_KERNEL:
         return False
     if route.device in desired.devices:

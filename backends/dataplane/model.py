@@ -141,7 +141,10 @@ class FdbEntry:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route of the main table. ``metric`` None: the kernel's default for the family."""
+    """A route of the main table. ``metric`` None: the kernel's default for the family.
+
+    One that discards packets has no device.
+    """
 
     destination: IPNetwork
     device: str
@@ -174,7 +177,20 @@ class Route:
     def __str__(self) -> str:
         kind = "" if self.type == "unicast" else f"{self.type} "
         via = f" via {self.gateway}" if self.gateway else ""
-        return f"route {kind}{self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+        device = f" dev {self.device}" if self.device else ""
+        return f"route {kind}{self.destination}{via}{device}{' onlink' if self.onlink else ''}"
+
+
+BLACKHOLE_METRIC = 1 << 31
+"""Behind every route that carries: the connected one of a bridge has 0 (IPv4) or 256 (IPv6)."""
+
+
+def blackhole(subnet: IPNetwork) -> Route:
+    """Return the route that discards packets to own addresses while no device has their network.
+
+    Without it they would follow a less specific route, out of the host and perhaps back again.
+    """
+    return Route(subnet, "", protocol=PROTO_FLANNEL, metric=BLACKHOLE_METRIC, type="blackhole")
 
 
 KernelObject: TypeAlias = Address | Neighbour | FdbEntry | Route

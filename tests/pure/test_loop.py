@@ -90,12 +90,14 @@ class Node:
         self.stop = threading.Event()
         self.script = Script(self.stop, self.clock)
         self.policies: list[TrafficPolicy] = []
+        self.filters: list[object] = []
         self.env = tmp_path / "subnet.env"
         self.owner = Owner(
             Plan(Wish(iface=("eth0",)), str(self.env), **plan),
             kernel=self.kernel,
             manager=self.manager,
             traffic_want=self.policies.append,
+            filter_want=self.filters.append,
             inbox=self.script,  # type: ignore[arg-type]
             health=self.health,
             notifier=self.notifier,  # type: ignore[arg-type]

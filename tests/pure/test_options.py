@@ -56,6 +56,11 @@ OWN_DEFAULTS = {
     "offline-start": False,
     "tunnel-checksum-offload": True,
     "vtep-filter": False,
+    "ip-masq-exclude": "",
+    "chain-prefix": "FLANNEL",
+    "table-prefix": "flannel",
+    "manage-sysctls": False,
+    "cleanup-on-exit": False,
 }
 BY_NAME = {flag.name: flag for flag in FLAGS.values()}
 
@@ -200,7 +205,10 @@ def test_a_value_means_the_same_by_flag_and_by_variable(data: st.DataObject) -> 
         (["--etcd-cafile=/nonexistent.ca"], "--etcd-cafile: cannot read '/nonexistent.ca'"),
         (["--etcd-certfile=/nonexistent.crt", "--etcd-keyfile=/nonexistent.key"], "/nonexistent.key"),
         (["--kube-subnet-mgr"], "--kube-subnet-mgr: the Kubernetes subnet manager is not available in this version"),
-        (["--ip-blackhole-route"], "--ip-blackhole-route: the blackhole route is not available in this version"),
+        (["--ip-masq-exclude=10.8.0.1/16"], "--ip-masq-exclude: '10.8.0.1/16' is no network"),
+        (["--chain-prefix=A B"], "--chain-prefix: 'A B'"),
+        (["--chain-prefix=FLANNEL-OF-THE-RED-CLUSTER"], "20 characters at most"),
+        (["--table-prefix="], "--table-prefix: ''"),
     ],
 )
 def test_what_waiting_cannot_cure_is_refused(argv: list[str], words: str) -> None:
@@ -251,7 +259,7 @@ def test_the_last_of_several_values_counts_but_each_is_checked() -> None:
 
 
 def test_a_switch_that_is_off_is_available() -> None:
-    assert options("--kube-subnet-mgr=false", "--ip-blackhole-route=false") == Options()
+    assert options("--kube-subnet-mgr=false") == Options()
 
 
 def test_flags_of_kubernetes_mode_are_taken() -> None:
@@ -295,6 +303,8 @@ def test_description_is_the_command_line() -> None:
         "--public-ip=192.0.2.1",
         "--subnet-lease-renew-margin=90",
         "--ip-masq=true",
+        "--ip-masq-exclude=10.8.0.0/16",
+        "--ip-masq-exclude=fc00:8::/48",
         "--iptables-forward-rules=false",
         "--v=2",
     ]
