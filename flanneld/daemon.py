@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 from backends.kernel.monitor import Monitor
@@ -26,7 +27,9 @@ from flanneld.options import Options
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper
+from subnet.cached import CachedManager
 from subnet.clock import Clock, SystemClock
+from subnet.etcd.layout import join
 from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _manager(options, clock)
+    manager = _remembered(_manager(options, clock), options, clock)
     traffic = TrafficKeeper(
         clock,
         options.iptables_resync_s,
@@ -58,23 +61,38 @@ def serve(options: Options) -> int:
         cleanup_on_exit=options.cleanup_on_exit,
         vtep_filter=options.vtep_filter,
     )
-    owner = Owner(
-        _plan(options),
-        manager=manager,
-        traffic_want=traffic.want,
-        filter_want=traffic.want_filter,
-        inbox=inbox,
-        health=health,
-        notifier=notifier,
-        clock=clock,
-    )
+    ended: list[int] = []
+
+    def own() -> None:
+        kernel = NetlinkKernel()
+        monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
+        monitor.start()
+        try:
+            owner = Owner(
+                _plan(options),
+                kernel=kernel,
+                manager=manager,
+                traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
+                inbox=inbox,
+                health=health,
+                notifier=notifier,
+                clock=clock,
+            )
+            owner.run(stop)
+            ended.append(owner.exit_code)
+        finally:
+            monitor.close()
+            kernel.close()
+            signals.wake()
+
     server = None
     if options.healthz_port > 0:
         server = HealthServer(str(options.healthz_ip), options.healthz_port, health, clock)
         server.start()
     manager.start(inbox.post)
     traffic.start(inbox.post)
-    thread = threading.Thread(target=_own, args=(owner, inbox, stop, signals), name="owner", daemon=True)
+    thread = threading.Thread(target=own, name="owner", daemon=True)
     thread.start()
 
     name = signals.wait()
@@ -90,7 +108,7 @@ def serve(options: Options) -> int:
     thread.join(max(0.0, deadline - time.monotonic()))
     for closing in [t for t in threading.enumerate() if t.name == "closing"]:
         closing.join(max(0.0, deadline - time.monotonic()))
-    code = 1 if crash.name else owner.exit_code
+    code = 1 if crash.name else next(iter(ended), 0)
     log.info("stopped")
     _leave(code)
     return code
@@ -101,18 +119,6 @@ def _leave(code: int) -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _own(owner: Owner, inbox: Inbox, stop: threading.Event, signals: _Signals) -> None:
-    kernel = NetlinkKernel()
-    monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
-    monitor.start()
-    try:
-        owner.run(kernel, stop)
-    finally:
-        monitor.close()
-        kernel.close()
-        signals.wake()
 
 
 def _manager(options: Options, clock: Clock) -> SubnetManager:
@@ -131,6 +137,18 @@ def _manager(options: Options, clock: Clock) -> SubnetManager:
         on_lease_lost=options.on_lease_lost,
     )
     return EtcdManager(settings, clock)
+
+
+def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        f"etcd {join(options.etcd_prefix)}",
+        offline_start=options.offline_start,
+        clock=clock,
+    )
 
 
 def _plan(options: Options) -> Plan:

@@ -17,6 +17,7 @@ from subnet.model import IPAddress, IPNetwork
 
 ENVIRONMENT_PREFIX = "FLANNELD_"
 REDACTED = "***"
+DEFAULT_STATE_FILE = "/var/lib/flannel/state.json"
 
 _ETCD = "etcd"
 _KUBERNETES = "Kubernetes"
@@ -182,6 +183,16 @@ class Options:
         "what to do when the lease is removed or taken: reacquire, or exit with an error",
         read=flagvalues.one_of("reacquire", "exit"),
     )
+    state_file: str = _flag(
+        "state-file",
+        "",
+        _LEASES,
+        "file that remembers config, lease and peers; by default state.json in systemd's state directory, else "
+        f"{DEFAULT_STATE_FILE} with --offline-start, else none",
+    )
+    offline_start: bool = _flag(
+        "offline-start", False, _LEASES, "start from what --state-file remembers while the datastore does not answer"
+    )
 
     tunnel_checksum_offload: bool = _flag(
         "tunnel-checksum-offload", True, _TUNNELS, "leave transmit checksum offload of tunnel devices on"
@@ -321,7 +332,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Command:
             settings[field_name] = _read(field_name, flag.variable, [text])
     options = Options(**settings)
     _refuse_half_a_client_certificate(options)
-    return replace(options, warnings=(*_unknown_variables(environ), *_without_effect(options)))
+    return replace(
+        options,
+        state_file=options.state_file or _default_state_file(options, environ),
+        warnings=(*_unknown_variables(environ), *_without_effect(options)),
+    )
 
 
 def _read(field_name: str, source: str, values: Sequence[goflags.Value]) -> Any:
@@ -340,6 +355,14 @@ def _refuse_half_a_client_certificate(options: Options) -> None:
     if bool(options.etcd_keyfile) != bool(options.etcd_certfile):
         given, missing = ("keyfile", "certfile") if options.etcd_keyfile else ("certfile", "keyfile")
         raise UsageError(f"--etcd-{given} needs --etcd-{missing}: a TLS client has both or neither")
+
+
+def _default_state_file(options: Options, environ: Mapping[str, str]) -> str:
+    """Where systemd says (systemd.exec(5), StateDirectory=), else nowhere unless it is needed."""
+    directory = environ.get("STATE_DIRECTORY", "").split(":")[0]
+    if directory:
+        return f"{directory}/state.json"
+    return DEFAULT_STATE_FILE if options.offline_start else ""
 
 
 def _without_effect(options: Options) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from backends.kernel.netlink import NetlinkKernel
 from subnet.errors import KernelError
 from tests.support.netns import Namespace
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
 MAC = "02:11:22:33:44:55"
 DEVICE = "flannel.1"

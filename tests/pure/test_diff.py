@@ -89,6 +89,21 @@ def test_applying_the_difference_gives_the_desired_state(observed: ObservedState
 
 
 @given(observed_states, desired_states)
+def test_additive_state_fills_gaps_and_touches_nothing_else(observed: ObservedState, desired: DesiredState) -> None:
+    desired = replace(desired, additive=True)
+    held = apply_changes(observed, diff(observed, desired))
+    assert diff(held, desired) == ()
+    for before, after, wanted in (
+        (observed.addresses, held.addresses, desired.addresses),
+        (observed.neighbours, held.neighbours, desired.neighbours),
+        (observed.fdb, held.fdb, desired.fdb),
+        (observed.routes, held.routes, desired.routes - blocked_routes(observed, desired).keys()),
+    ):
+        assert before <= after <= before | wanted
+        assert {one.key for one in wanted} <= {one.key for one in after}
+
+
+@given(observed_states, desired_states)
 def test_what_is_not_ours_survives(observed: ObservedState, desired: DesiredState) -> None:
     wanted_keys = {route.key for route in desired.routes}
     foreign = {

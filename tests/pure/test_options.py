@@ -52,6 +52,8 @@ OWN_DEFAULTS = {
     "startup-timeout": 0,
     "resync-period": 60,
     "on-lease-lost": "reacquire",
+    "state-file": "",
+    "offline-start": False,
     "tunnel-checksum-offload": True,
     "vtep-filter": False,
     "ip-masq-exclude": "",
@@ -333,3 +335,19 @@ def test_usage_has_every_flag_in_its_group() -> None:
         text.index("etcd:\n") < text.index("--etcd-prefix") < text.index("Kubernetes:\n") < text.index("--kube-api-url")
     )
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "directory", "expected"),
+    [
+        ([], None, ""),
+        (["--offline-start"], None, "/var/lib/flannel/state.json"),
+        ([], "/var/lib/flannel", "/var/lib/flannel/state.json"),
+        (["--offline-start"], "/srv/one:/srv/two", "/srv/one/state.json"),
+        (["--state-file=/srv/x"], "/var/lib/flannel", "/srv/x"),
+        (["--state-file=/srv/x", "--offline-start"], None, "/srv/x"),
+    ],
+)
+def test_place_of_the_state_file(argv: list[str], directory: str | None, expected: str) -> None:
+    environ = {} if directory is None else {"STATE_DIRECTORY": directory}
+    assert options(*argv, environ=environ).state_file == expected
