@@ -433,7 +433,7 @@ class Owner:
             if self._converged_for is None:
                 raise NotYet("waiting for the traffic rules")
             return "waiting for the traffic rules"
-        return "" if state.ok else state.problem
+        return "" if state.ok else f"traffic rules: {state.problem}"
 
     def _ensure_addresses(self, backend: Backend, own: Subnets) -> None:
         """The devices' own addresses, ahead of everything else that convergence brings."""
