@@ -40,6 +40,7 @@ from subnet.manager import (
     OwnLease,
     StoreState,
     SubnetManager,
+    ThisNode,
 )
 from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
@@ -60,6 +61,10 @@ COMPARE_SHARE = 4.0
 
 class NotYet(FlannelError):
     """A step cannot be taken yet; the text is what people are told."""
+
+
+class Told(NotYet):
+    """The same, for a reason that whoever found it has logged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +109,13 @@ class Owner:
         self._leases = LeaseSet()
         self._leases_moved = True
         self._own: Lease | None = None
-        self._own_problem = "asking for a subnet lease"
+        self._own_problem = ""
         self._fatal = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
+        self._wish = plan.wish
+        self._told: LeaseAttrs | None = None
         self._interface: ExternalInterface | None = None
         self._interface_families: tuple[Family, ...] = ()
         self._interface_doubted = True
@@ -171,6 +178,8 @@ class Owner:
                 self._take_own(event)
             case ConfigSeen():
                 self._take_config(event)
+            case ThisNode():
+                self._take_this_node(event)
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
@@ -218,6 +227,20 @@ class Owner:
             log.warning("%s; the data plane stays as it is meanwhile", event.problem)
         self._own_problem = event.problem
 
+    def _take_this_node(self, event: ThisNode) -> None:
+        self._told = event.told
+        flags = self._plan.wish
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        )
+        if wish != self._wish:
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
+            self._wish = wish
+            # The interface is chosen anew, not merely looked after.
+            self._interface_families = ()
+
     def _take_config(self, event: ConfigSeen) -> None:
         if event.config is None:
             self._config_problem = event.problem
@@ -259,7 +282,7 @@ class Owner:
         try:
             self._advance()
         except NotYet as waiting:
-            self._not_ready(str(waiting))
+            self._not_ready(str(waiting), known=isinstance(waiting, Told))
         except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
             delay_s = self._backoff.next_s()
             self._retry_at = now + delay_s
@@ -282,7 +305,9 @@ class Owner:
         self._ask(attrs, config)
         own = self._own
         if own is None:
-            raise NotYet(self._own_problem or "waiting for a subnet lease")
+            if self._own_problem:
+                raise Told(self._own_problem)
+            raise NotYet("waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
         rules_problem = self._rules_problem()
         if not rules_problem:
@@ -319,7 +344,7 @@ class Owner:
             if known is not None and self._may_come_back(known, view):
                 self._interface_doubted = True
                 return known
-            chosen = choose(self._plan.wish, config.families, view)
+            chosen = choose(self._wish, config.families, view)
             self._away_since = None
         self._interface_doubted = False
         if chosen != known:
@@ -370,6 +395,8 @@ class Owner:
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
+        if self._told is not None:
+            return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
         for lease in self._leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
@@ -499,7 +526,8 @@ class Owner:
 
     def _is_ready(self, own: Lease) -> None:
         problems = len(self._problems)
-        status = f"subnet {own.subnets}, {max(len(self._leases.all()) - 1, 0)} other leases"
+        others = sum(lease.subnets != own.subnets for lease in self._leases.all())
+        status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
         if self._store_problem:
@@ -510,15 +538,17 @@ class Owner:
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
+        self._manager.ready()
 
-    def _not_ready(self, reason: str) -> None:
+    def _not_ready(self, reason: str, known: bool = False) -> None:
+        """Tell everybody why; what is ``known`` from the log is not logged again."""
         now = self._clock.now()
         if self._health.ready or reason != self._health.reason:
             self._waiting_since = now
         self._health.ready, self._health.reason = False, reason
         self._notifier.status(f"not ready: {reason}")
         # What is over within a second is no news.
-        if now - self._waiting_since >= NEWS_S:
+        if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
     def _sleep_s(self, began: float) -> float:

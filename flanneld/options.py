@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from flanneld import flagvalues, goflags
 from subnet.errors import UsageError
+from subnet.kube.annotations import annotation_prefix
 from subnet.model import IPAddress
 
 ENVIRONMENT_PREFIX = "FLANNELD_"
@@ -117,9 +118,19 @@ class Options:
         "kube-subnet-mgr", False, _KUBERNETES, "take subnets from the Kubernetes API, not from etcd"
     )
     kube_api_url: str = _flag("kube-api-url", "", _KUBERNETES, "API server, when not running in a pod")
-    kubeconfig_file: str = _flag("kubeconfig-file", "", _KUBERNETES, "kubeconfig file, when not running in a pod")
+    kubeconfig_file: str = _flag(
+        "kubeconfig-file",
+        "",
+        _KUBERNETES,
+        "kubeconfig file, when not running in a pod",
+        read=flagvalues.readable_file,
+    )
     kube_annotation_prefix: str = _flag(
-        "kube-annotation-prefix", "flannel.alpha.coreos.com", _KUBERNETES, "prefix of the node annotations"
+        "kube-annotation-prefix",
+        "flannel.alpha.coreos.com",
+        _KUBERNETES,
+        "prefix of the node annotations",
+        read=annotation_prefix,
     )
     net_config_path: str = _flag(
         "net-config-path", "/etc/kube-flannel/net-conf.json", _KUBERNETES, "file that holds the network config"
@@ -258,7 +269,7 @@ FLAGS: Mapping[str, Flag] = {f.name: f.metadata["flag"] for f in fields(Options)
 VERSION = "version"
 _KINDS: dict[str, goflags.Kind] = {VERSION: "bool", **{flag.name: flag.kind for flag in FLAGS.values()}}
 
-NOT_YET = {"kube_subnet_mgr": "the Kubernetes subnet manager", "ip_blackhole_route": "the blackhole route"}
+NOT_YET = {"ip_blackhole_route": "the blackhole route"}
 """Fields of switches that this version knows but cannot follow, and what they ask for."""
 
 
