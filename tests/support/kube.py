@@ -9,6 +9,7 @@ import base64
 import copy
 import json
 import re
+import socket
 import ssl
 import threading
 import time
@@ -96,8 +97,9 @@ class Fault:
 class KubeApi:
     """The server and what it holds; a context manager."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self.tls, self.port = tls, 0
+    def __init__(self, tls: ssl.SSLContext | None = None, listener: socket.socket | None = None) -> None:
+        self.tls, self.port, self.listener = tls, 0, listener
+        self.address = listener.getsockname()[0] if listener else "127.0.0.1"
         self.nodes: dict[str, Object] = {}
         self.pods: dict[str, Object] = {}
         self.requests: list[Seen] = []
@@ -114,7 +116,7 @@ class KubeApi:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.address}:{self.port}"
 
     def __enter__(self) -> KubeApi:
         return self.start()
@@ -218,7 +220,12 @@ class KubeApi:
     # -- server ---------------------------------------------------------------
 
     def start(self) -> KubeApi:
-        self._server = _Server(("127.0.0.1", self.port), _handler(self))
+        self._server = _Server((self.address, self.port), _handler(self), bind_and_activate=self.listener is None)
+        if self.listener is not None:
+            # Of another network namespace; it stays open, so that the server can be started again.
+            self._server.socket.close()
+            self._server.socket = self.listener.dup()
+            self._server.server_address = self.listener.getsockname()
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="kube-api", daemon=True).start()
         return self
