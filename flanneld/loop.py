@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends import load_backend
@@ -41,6 +41,7 @@ from subnet.manager import (
     OwnLease,
     StoreState,
     SubnetManager,
+    ThisNode,
 )
 from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
@@ -59,6 +60,10 @@ COMPARE_SHARE = 4.0
 
 class NotYet(FlannelError):
     """A step cannot be taken yet; the text is what people are told."""
+
+
+class Told(NotYet):
+    """The same, for a reason that whoever found it has logged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,12 @@ class Owner:
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
         self._own: Lease | None = None
-        self._own_problem = "asking for a subnet lease"
+        self._own_problem = ""
         self._fatal = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
+        self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
         self._backend_of: Setting | None = None
         self._links: dict[str, Link] = {}
@@ -171,6 +177,8 @@ class Owner:
                 self._take_own(event)
             case ConfigSeen():
                 self._take_config(event)
+            case ThisNode():
+                self._take_this_node(event)
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
@@ -222,6 +230,17 @@ class Owner:
             log.warning("%s; the data plane stays as it is meanwhile", event.problem)
         self._own_problem = event.problem
 
+    def _take_this_node(self, event: ThisNode) -> None:
+        self._told = event.told
+        flags = self._plan.wish
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        )
+        if self._underlay.wish(wish):
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
+
     def _take_config(self, event: ConfigSeen) -> None:
         if event.config is None:
             self._config_problem = event.problem
@@ -263,7 +282,7 @@ class Owner:
         try:
             self._advance()
         except NotYet as waiting:
-            self._not_ready(str(waiting))
+            self._not_ready(str(waiting), known=isinstance(waiting, Told))
         except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
             delay_s = self._backoff.next_s()
             self._retry_at = now + delay_s
@@ -286,7 +305,9 @@ class Owner:
         self._ask(attrs, config)
         own = self._own
         if own is None:
-            raise NotYet(self._own_problem or "waiting for a subnet lease")
+            if self._own_problem:
+                raise Told(self._own_problem)
+            raise NotYet("waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
         rules_problem = self._rules_problem()
         if not rules_problem:
@@ -340,6 +361,8 @@ class Owner:
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
+        if self._told is not None:
+            return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
         for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
@@ -469,7 +492,8 @@ class Owner:
 
     def _is_ready(self, own: Lease) -> None:
         problems = len(self._problems)
-        status = f"subnet {own.subnets}, {max(len(self._peering.leases) - 1, 0)} other leases"
+        others = len(self._peering.leases) - (own.subnets in self._peering.leases)
+        status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
         if self._store_problem:
@@ -480,15 +504,17 @@ class Owner:
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
+        self._manager.ready()
 
-    def _not_ready(self, reason: str) -> None:
+    def _not_ready(self, reason: str, known: bool = False) -> None:
+        """Tell everybody why; what is ``known`` from the log is not logged again."""
         now = self._clock.now()
         if self._health.ready or reason != self._health.reason:
             self._waiting_since = now
         self._health.ready, self._health.reason = False, reason
         self._notifier.status(f"not ready: {reason}")
         # What is over within a second is no news.
-        if now - self._waiting_since >= NEWS_S:
+        if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
     def _sleep_s(self) -> float:
