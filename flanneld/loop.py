@@ -15,9 +15,9 @@ from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
-from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
+from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link, Route
+from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import Wish
@@ -398,7 +398,8 @@ class Owner:
 
     def _ask_for_filter(self, interface: ExternalInterface) -> None:
         """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        tunnels = (link.tunnel for link in self._links.values())
+        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
         wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
         if wanted != self._filter or not self._filter_asked:
             self._filter, self._filter_asked = wanted, True

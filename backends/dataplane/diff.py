@@ -24,7 +24,7 @@ from backends.dataplane.model import (
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
-TUNNEL_NAME = re.compile(r"flannel(-v6)?\.\d+$")
+TUNNEL_NAME = re.compile(r"flannel(-v6)?\.(\d+|ipip)$")
 
 
 def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
@@ -157,6 +157,6 @@ def leftover_links(links: Mapping[str, Link], addresses: Iterable[Address], desi
         sorted(
             name
             for name, link in links.items()
-            if name not in desired.devices and link.kind == "vxlan" and TUNNEL_NAME.match(name) and name in held
+            if name not in desired.devices and link.tunnel is not None and TUNNEL_NAME.match(name) and name in held
         )
     )

@@ -14,6 +14,7 @@ from backends.dataplane.model import (
     Address,
     DesiredState,
     FdbEntry,
+    Ipip,
     Link,
     Neighbour,
     ObservedState,
@@ -212,6 +213,8 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             _tunnel("flannel.9", 5, 9),
             _tunnel("vxlan7", 6, 7),
             Link("flannel.8", 7, "bridge", "", 1500, True),
+            Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
+            Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
         )
     }
     held = [
@@ -220,8 +223,10 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.9", ip_interface("10.99.1.0/32")),
         Address("vxlan7", ip_interface("10.5.1.0/32")),
         Address("flannel.8", ip_interface("10.5.1.0/32")),
+        Address("flannel.ipip", ip_interface("10.5.1.0/32")),
+        Address("tunl0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel.2",)
+    assert leftover_links(links, held, _desired()) == ("flannel.2", "flannel.ipip")
 
 
 OWN = ip_network("10.5.7.0/24")
