@@ -1,0 +1,1 @@
+"""Backend ``udp``: packets pass through a process, one plain IPv4 packet per UDP datagram."""
