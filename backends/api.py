@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from backends.dataplane.model import DesiredState, Link, LinkSpec
+from backends.dataplane.ports import Kernel
 from subnet.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 
 OnLink: TypeAlias = Callable[[IPAddress], bool]
@@ -87,6 +88,31 @@ class Backend(Protocol):
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
         """Return the wanted kernel state. Leases that cannot be used appear in its ``problems``."""
+        ...
+
+
+class Carrier(Protocol):
+    """What carries packets beside the kernel's entries. Driven by one thread; lives longer than a backend value."""
+
+    def ensure(self, kernel: Kernel) -> dict[str, Link]:
+        """Bring everything up, or mend it; return the devices it holds, by name. Raises KernelError."""
+        ...
+
+    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+        """Take the peers that were admitted; called often, mostly with nothing new."""
+        ...
+
+    def close(self) -> None:
+        """End it; its devices go."""
+        ...
+
+
+@runtime_checkable
+class CarryingBackend(Backend, Protocol):
+    """A backend that has a carrier. ``desired`` is called once the carrier is up."""
+
+    def carrier(self, earlier: Carrier | None) -> Carrier:
+        """Return the carrier to drive: ``earlier`` if it still fits, else a new one, with ``earlier`` closed."""
         ...
 
 

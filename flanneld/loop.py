@@ -15,7 +15,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from backends import load_backend
-from backends.api import Backend, ExternalInterface, Setting
+from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import leftover_links
 from backends.dataplane.model import Address, Change, DesiredState, Link
@@ -31,7 +31,7 @@ from flanneld.traffic.rules import Pair, TrafficPolicy
 from subnet import envfile
 from subnet.clock import Backoff, Clock
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
-from subnet.leaseset import LeaseSet, admit
+from subnet.leaseset import Admission, LeaseSet, admit
 from subnet.manager import (
     ConfigSeen,
     LeaseRequest,
@@ -119,6 +119,8 @@ class Owner:
         self._backend: Backend | None = None
         self._backend_of: Setting | None = None
         self._links: dict[str, Link] = {}
+        self._carrier: Carrier | None = None
+        self._carried: dict[str, Link] = {}
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
@@ -144,6 +146,12 @@ class Owner:
 
     def run(self, stop: threading.Event) -> None:
         """Go round until told to stop, or until ``exit_code`` says why it ended."""
+        try:
+            self._go_round(stop)
+        finally:
+            self._close_carrier()
+
+    def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
@@ -181,7 +189,7 @@ class Owner:
             self._retry_at = None
 
     def _take_kernel(self, event: KernelEvent) -> None:
-        mine = self._links.keys() | self._made
+        mine = self._links.keys() | self._made | self._carried.keys()
         interface = self._interface
         if isinstance(event, Overflow):
             self._doubt_everything()
@@ -363,10 +371,23 @@ class Owner:
             self._made |= {spec.name for spec in specs}
             self._links = self._devices.ensure(specs)
             self._macs = {name: link.mac for name, link in self._links.items()}
-            indexes = {link.index: link.name for link in self._links.values()}
+            self._carried = self._ensure_carrier(backend)
+            indexes = {link.index: link.name for link in (*self._links.values(), *self._carried.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
         return backend.attrs(self._links)
+
+    def _ensure_carrier(self, backend: Backend) -> dict[str, Link]:
+        if isinstance(backend, CarryingBackend):
+            self._carrier = backend.carrier(self._carrier)
+        else:
+            self._close_carrier()
+        return self._carrier.ensure(self._kernel) if self._carrier is not None else {}
+
+    def _close_carrier(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier = None
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
@@ -390,7 +411,10 @@ class Owner:
         now = self._clock.now()
         if self._converged_for == (setting, own) and now < self._compare_at:
             return
-        desired = self._desired(backend, setting, own)
+        admission = self._admission(setting, own)
+        if self._carrier is not None:
+            self._carrier.carry(own, admission.peers)
+        desired = self._desired(backend, setting, own, admission)
         outcome = self._reconciler.converge(desired)
         self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
         self._leases_moved = False
@@ -401,16 +425,19 @@ class Owner:
         else:
             self._recheck_backoff.reset()
 
-    def _desired(self, backend: Backend, setting: Setting, own: Subnets) -> DesiredState:
+    def _admission(self, setting: Setting, own: Subnets) -> Admission:
         interface = setting.interface
         announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
-        admission = admit(
+        return admit(
             self._leases.all(),
             own=own,
             own_public=announced,
             config=setting.config,
             underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
         )
+
+    def _desired(self, backend: Backend, setting: Setting, own: Subnets, admission: Admission) -> DesiredState:
+        interface = setting.interface
         desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
         refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
         return replace(desired, problems=desired.problems + refused)
@@ -420,7 +447,7 @@ class Owner:
         if self._cleaned_for == setting:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
-        wanted = frozenset(self._links)
+        wanted = frozenset(self._links)  # the carrier's devices are its own to remove
         desired = DesiredState(wanted, setting.interface.name, setting.networks)
         stale = set(leftover_links(links, addresses, desired)) | (self._made & links.keys() - wanted)
         for name in sorted(stale):
