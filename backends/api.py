@@ -91,28 +91,53 @@ class Backend(Protocol):
         ...
 
 
+CLOSE_WITHIN_S = 1.5
+"""Time that a carrier gets to end; the process itself leaves within two seconds of a signal."""
+
+
 class Carrier(Protocol):
-    """What carries packets beside the kernel's entries. Driven by one thread; lives longer than a backend value."""
+    """What carries packets beside the kernel's entries: commands, a packet pump, a key daemon.
+
+    Driven by one thread, which it must not hold up: work that takes time
+    belongs to threads of its own. It lives longer than a backend value, which
+    is made anew with every change of the setting. Subclasses inherit the
+    answers of a carrier that is never waited for.
+    """
 
     def ensure(self, kernel: Kernel) -> dict[str, Link]:
-        """Bring everything up, or mend it; return the devices it holds, by name. Raises KernelError."""
-        ...
+        """Bring up what is needed before the lease, or mend it; return the devices it holds. Raises KernelError."""
+        return {}
+
+    def unprepared(self) -> str:
+        """Return why it is not known yet what peers must be told; empty: it is."""
+        return ""
 
     def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
-        """Take the peers that were admitted; called often, mostly with nothing new."""
+        """Carry between the own subnets and these peers from now on; called at every change, and now and then."""
         ...
 
+    def unready(self) -> str:
+        """Return why, since ``carry``, packets do not flow yet; empty: they do."""
+        return ""
+
+    def problems(self) -> Mapping[str, str]:
+        """Return the leases in trouble, by key, with the reason."""
+        return {}
+
     def close(self) -> None:
-        """End it; its devices go."""
+        """End it, in at most CLOSE_WITHIN_S."""
         ...
 
 
 @runtime_checkable
 class CarryingBackend(Backend, Protocol):
-    """A backend that has a carrier. ``desired`` is called once the carrier is up."""
+    """A backend with a carrier. ``attrs`` is asked for once that is prepared."""
 
-    def carrier(self, earlier: Carrier | None) -> Carrier:
-        """Return the carrier to drive: ``earlier`` if it still fits, else a new one, with ``earlier`` closed."""
+    def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
+        """Return the carrier to drive: ``earlier`` if it still fits, else a new one, with ``earlier`` closed.
+
+        ``wake`` may be called from any thread: an answer of the carrier has changed.
+        """
         ...
 
 

@@ -14,8 +14,10 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
+from backends.api import CLOSE_WITHIN_S
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
@@ -26,12 +28,14 @@ from flanneld.options import Options
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper
+from subnet.cached import CachedManager
 from subnet.clock import Clock, SystemClock
+from subnet.etcd.layout import join
 from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
 
-END_WITHIN_S = 1.5
+END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 """Time the threads get to unwind after a signal; then the process ends without them."""
 
 
@@ -50,8 +54,14 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _manager(options, clock)
-    traffic = TrafficKeeper(clock, options.iptables_resync_s)
+    manager = _remembered(_manager(options, clock), options, clock)
+    traffic = TrafficKeeper(
+        clock,
+        options.iptables_resync_s,
+        manage_sysctls=options.manage_sysctls,
+        cleanup_on_exit=options.cleanup_on_exit,
+        vtep_filter=options.vtep_filter,
+    )
     ended: list[int] = []
 
     def own() -> None:
@@ -64,6 +74,7 @@ def serve(options: Options) -> int:
                 kernel=kernel,
                 manager=manager,
                 traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
                 inbox=inbox,
                 health=health,
                 notifier=notifier,
@@ -129,6 +140,18 @@ def _manager(options: Options, clock: Clock) -> SubnetManager:
     return EtcdManager(settings, clock)
 
 
+def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        f"etcd {join(options.etcd_prefix)}",
+        offline_start=options.offline_start,
+        clock=clock,
+    )
+
+
 def _plan(options: Options) -> Plan:
     return Plan(
         wish=Wish(
@@ -142,6 +165,11 @@ def _plan(options: Options) -> Plan:
         ip_masq=options.ip_masq,
         forward_rules=options.iptables_forward_rules,
         random_fully=not options.ip_masq_fully_random_disable,
+        masq_exclude=options.ip_masq_exclude,
+        chain_prefix=options.chain_prefix,
+        table_prefix=options.table_prefix,
+        blackhole=options.ip_blackhole_route,
+        vtep_filter=options.vtep_filter,
         resync_s=options.resync_period_s,
         startup_timeout_s=options.startup_timeout_s,
         tunnel_checksum_offload=options.tunnel_checksum_offload,

@@ -10,28 +10,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from ipaddress import ip_network
+from dataclasses import dataclass
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
-from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
 from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
-from flanneld.extiface import HostView, Wish, choose, still_there
+from flanneld.extiface import Wish
 from flanneld.healthz import Health
-from flanneld.inbox import Event, Inbox, KernelEvents
+from flanneld.inbox import Event, Inbox, KernelEvents, Wake
 from flanneld.liveconfig import restart_reason
+from flanneld.peering import Peering
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
+from flanneld.underlay import Underlay
 from subnet import envfile
 from subnet.clock import Backoff, Clock
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
-from subnet.leaseset import Admission, LeaseSet, admit
 from subnet.manager import (
     ConfigSeen,
     LeaseRequest,
@@ -41,13 +42,11 @@ from subnet.manager import (
     StoreState,
     SubnetManager,
 )
-from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 2.0
-"""A changed underlay address is followed only when it has stayed away for so long."""
 TICK_S = 5.0
 """Longest sleep: subnet.env is looked at so often."""
 NEWS_S = 1.0
@@ -71,6 +70,11 @@ class Plan:
     ip_masq: bool = False
     forward_rules: bool = True
     random_fully: bool = True
+    masq_exclude: tuple[IPNetwork, ...] = ()
+    chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
+    blackhole: bool = False
+    vtep_filter: bool = False
     resync_s: float = 60.0
     startup_timeout_s: float = 0.0
     tunnel_checksum_offload: bool = True
@@ -86,17 +90,21 @@ class Owner:
         kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
         self._plan, self._kernel = plan, kernel
-        self._manager, self._traffic_want = manager, traffic_want
+        self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
+        self._carrier_reporter = Reporter(log, clock, again_s=600)
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
+        self._underlay = Underlay(kernel, plan.wish, clock)
+        self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -104,27 +112,22 @@ class Owner:
 
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
-        self._leases = LeaseSet()
-        self._leases_moved = True
         self._own: Lease | None = None
         self._own_problem = "asking for a subnet lease"
         self._fatal = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
-        self._interface: ExternalInterface | None = None
-        self._interface_families: tuple[Family, ...] = ()
-        self._interface_doubted = True
-        self._away_since: float | None = None
         self._backend: Backend | None = None
         self._backend_of: Setting | None = None
         self._links: dict[str, Link] = {}
         self._carrier: Carrier | None = None
         self._carried: dict[str, Link] = {}
+        self._carrier_problems: Mapping[str, str] = {}
+        self._carried_for: tuple[Setting, Subnets] | None = None
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
-        self._addresses: frozenset[Address] = frozenset()
         self._asked: LeaseRequest | None = None
         self._converged_for: tuple[Setting, Subnets] | None = None
         self._cleaned_for: Setting | None = None
@@ -133,6 +136,8 @@ class Owner:
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
+        self._filter: VtepFilter | None = None
+        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
         self._began = clock.now()
@@ -170,11 +175,9 @@ class Owner:
                 for seen in events:
                     self._take_kernel(seen)
             case LeasesListed():
-                self._leases.listed(event)
-                self._leases_moved = True
+                self._peering.listed(event)
             case LeasesChanged():
-                self._leases.changed(event)
-                self._leases_moved = True
+                self._peering.changed(event)
             case OwnLease():
                 self._take_own(event)
             case ConfigSeen():
@@ -190,7 +193,7 @@ class Owner:
 
     def _take_kernel(self, event: KernelEvent) -> None:
         mine = self._links.keys() | self._made | self._carried.keys()
-        interface = self._interface
+        interface = self._underlay.interface
         if isinstance(event, Overflow):
             self._doubt_everything()
         elif isinstance(event, LinkSeen):
@@ -203,15 +206,19 @@ class Owner:
         elif isinstance(event, ObjectSeen):
             if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
                 self._doubt_interface()
+            if isinstance(event.target, Route) and event.index not in {link.index for link in self._links.values()}:
+                self._peering.ways_changed()
             if self._reconciler.contradicted(event):
                 self._reconciler.doubt()
 
     def _doubt_everything(self) -> None:
-        self._devices_doubted = self._interface_doubted = True
+        self._doubt_interface()
+        self._devices_doubted = True
         self._reconciler.doubt()
 
     def _doubt_interface(self) -> None:
-        self._interface_doubted = True
+        self._peering.ways_changed()
+        self._underlay.doubt()
         if self._retry_at is not None:
             self._retry_at = min(self._retry_at, self._clock.now() + HURRY_S)
 
@@ -282,7 +289,7 @@ class Owner:
             return
         config = self._usable_config()
         interface = self._external_interface(config)
-        if not self._leases.synced:
+        if not self._peering.leases.synced:
             raise NotYet(f"waiting for the list of leases: {self._store_problem}")
         setting = self._setting(config, interface)
         backend = self._the_backend(setting)
@@ -292,61 +299,31 @@ class Owner:
         if own is None:
             raise NotYet(self._own_problem or "waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
-        rules_problem = self._rules_problem()
-        if not rules_problem:
+        problem = self._rules_problem()
+        # Not held up by rules in trouble: peers do not wait for them.
+        carrier_problem = self._carry(backend, setting, own.subnets)
+        problem = problem or carrier_problem
+        if not problem:
             self._ensure_addresses(backend, own.subnets)
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
         self._clean_up(setting)
-        if rules_problem:
-            raise NotYet(rules_problem)
+        if problem:
+            raise NotYet(problem)
         self._is_ready(own)
 
     def _usable_config(self) -> NetworkConfig:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
-        known = self._interface if self._interface_families == config.families else None
-        if known is not None and not self._interface_doubted:
-            return known
-        kernel = self._kernel
-        view = HostView(kernel.links(), kernel.addresses(), sorted(kernel.routes(), key=str), kernel.lookup)
-        if known is not None and still_there(known, view):
-            self._away_since = None
-            chosen = replace(
-                known,
-                mtu_bytes=view.links[known.name].mtu_bytes or known.mtu_bytes,
-                prefixes=frozenset(a.interface.network for a in view.addresses if a.device == known.name),
-            )
-        else:
-            if known is not None and self._may_come_back(known, view):
-                self._interface_doubted = True
-                return known
-            chosen = choose(self._plan.wish, config.families, view)
-            self._away_since = None
-        self._interface_doubted = False
-        if chosen != known:
-            log.info("external interface: %s", chosen)
-            if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
-                self._manager.underlay_changed()
-        self._interface, self._interface_families = chosen, config.families
-        self._addresses = frozenset(view.addresses)
+        known = self._underlay.interface
+        chosen = self._underlay.current(config)
+        if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
+            self._manager.underlay_changed()
         return chosen
-
-    def _may_come_back(self, known: ExternalInterface, view: HostView) -> bool:
-        """Whether to wait a little: an address that is back within the settling time was never away."""
-        link = view.links.get(known.name)
-        if link is None or link.index != known.index:
-            return False
-        if self._away_since is None:
-            self._away_since = self._clock.now()
-            log.warning("the address of %s is gone; waiting %g s for it to come back", known.name, SETTLE_S)
-        return self._clock.now() - self._away_since < SETTLE_S
 
     def _setting(self, config: NetworkConfig, interface: ExternalInterface) -> Setting:
         networks: set[IPNetwork] = set()
@@ -360,7 +337,6 @@ class Owner:
             self._backend = load_backend(setting)
             self._backend_of = setting
             self._devices_doubted = True
-            self._leases_moved = True
         return self._backend
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
@@ -375,79 +351,91 @@ class Owner:
             indexes = {link.index: link.name for link in (*self._links.values(), *self._carried.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
+        if self._carrier is not None and (reason := self._carrier.unprepared()):
+            raise NotYet(reason)
         return backend.attrs(self._links)
 
     def _ensure_carrier(self, backend: Backend) -> dict[str, Link]:
+        earlier = self._carrier
         if isinstance(backend, CarryingBackend):
-            self._carrier = backend.carrier(self._carrier)
+            self._carrier = backend.carrier(earlier, self._wake)
         else:
             self._close_carrier()
+        if self._carrier is not earlier:
+            self._carried_for = None
         return self._carrier.ensure(self._kernel) if self._carrier is not None else {}
 
     def _close_carrier(self) -> None:
         if self._carrier is not None:
             self._carrier.close()
-        self._carrier = None
+        self._carrier, self._carrier_problems = None, {}
+
+    def _wake(self) -> None:
+        self._inbox.post(Wake())
+
+    def _carry(self, backend: Backend, setting: Setting, own: Subnets) -> str:
+        """Tell the carrier what to carry; return why packets do not flow yet, empty if they do."""
+        carrier = self._carrier
+        if carrier is None:
+            return ""
+        if self._peering.moved or self._carried_for != (setting, own):
+            carrier.carry(own, self._peering.peers(backend, setting, own))
+            self._carried_for = (setting, own)
+        self._carrier_problems = carrier.problems()
+        for topic, text in self._carrier_problems.items():
+            self._carrier_reporter.problem(topic, text)
+        self._carrier_reporter.forget_except(self._carrier_problems)
+        return carrier.unready()
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
         mine = {interface.public_v4, interface.public_v6} - {None}
-        for lease in self._leases.all():
+        for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
                 return backend.device_macs(lease.attrs)
         return {}
 
     def _ask(self, attrs: LeaseAttrs, config: NetworkConfig) -> None:
-        local: frozenset[IPAddress] = frozenset(a.interface.ip for a in self._addresses if a.scope != "host")
-        request = LeaseRequest(attrs, config, self._previous if self._previous != Subnets() else None, local)
+        previous = self._previous if self._previous != Subnets() else None
+        request = LeaseRequest(attrs, config, previous, self._underlay.addresses)
         asked = self._asked
         if asked is None or (asked.attrs, asked.config) != (attrs, config):
             self._asked = request
             self._manager.want(request)
 
     def _converge(self, backend: Backend, setting: Setting, own: Subnets) -> None:
-        if not (self._leases_moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
+        if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._compare_at:
             return
-        admission = self._admission(setting, own)
-        if self._carrier is not None:
-            self._carrier.carry(own, admission.peers)
-        desired = self._desired(backend, setting, own, admission)
-        outcome = self._reconciler.converge(desired)
-        self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
-        self._leases_moved = False
+        looked = self._reconciler.doubtful
+        outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
+        if self._plan.vtep_filter:
+            self._ask_for_filter(setting.interface)
+        if looked:
+            self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
         self._converged_for = (setting, own)
-        self._problems = outcome.problems
+        self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
 
-    def _admission(self, setting: Setting, own: Subnets) -> Admission:
-        interface = setting.interface
-        announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
-        return admit(
-            self._leases.all(),
-            own=own,
-            own_public=announced,
-            config=setting.config,
-            underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
-        )
-
-    def _desired(self, backend: Backend, setting: Setting, own: Subnets, admission: Admission) -> DesiredState:
-        interface = setting.interface
-        desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
-        refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
-        return replace(desired, problems=desired.problems + refused)
+    def _ask_for_filter(self, interface: ExternalInterface) -> None:
+        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
+        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
+        if wanted != self._filter or not self._filter_asked:
+            self._filter, self._filter_asked = wanted, True
+            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
-        if self._cleaned_for == setting:
+        if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
-        wanted = frozenset(self._links)  # the carrier's devices are its own to remove
+        wanted = frozenset(self._links)
         desired = DesiredState(wanted, setting.interface.name, setting.networks)
         stale = set(leftover_links(links, addresses, desired)) | (self._made & links.keys() - wanted)
         for name in sorted(stale):
@@ -473,6 +461,10 @@ class Owner:
             forward=self._plan.forward_rules,
             random_fully=self._plan.random_fully,
             previous=tuple(earlier),
+            masq_exclude=self._plan.masq_exclude,
+            nftables=config.enable_nftables,
+            chain_prefix=self._plan.chain_prefix,
+            table_prefix=self._plan.table_prefix,
         )
         if policy != self._policy:
             self._policy = policy
@@ -525,15 +517,15 @@ class Owner:
     # -- what others are told ---------------------------------------------
 
     def _is_ready(self, own: Lease) -> None:
-        problems = len(self._problems)
-        status = f"subnet {own.subnets}, {max(len(self._leases.all()) - 1, 0)} other leases"
+        problems = len(self._problems.keys() | self._carrier_problems.keys())
+        status = f"subnet {own.subnets}, {max(len(self._peering.leases) - 1, 0)} other leases"
         if problems:
             status += f", {problems} with problems"
         if self._store_problem:
             status += f"; {self._store_problem}"
         if not self._health.ready:
             log.info("ready: %s", status)
-        self._health.ready, self._health.reason = True, ""
+        self._health.ready, self._health.reason = True, self._store_problem
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
@@ -553,21 +545,16 @@ class Owner:
         ends = [now + TICK_S, self._next_resync]
         if self._retry_at is not None:
             ends.append(self._retry_at)
-        if self._away_since is not None:
-            ends.append(self._away_since + SETTLE_S)
+        if self._underlay.settled_at is not None and self._underlay.settled_at > now:
+            ends.append(self._underlay.settled_at)
         if not self._health.ready and now < self._waiting_since + NEWS_S:
             ends.append(self._waiting_since + NEWS_S)
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
-        if (self._reconciler.doubtful or self._leases_moved) and self._converged_for is not None:
+        if self._reconciler.doubtful and self._converged_for is not None:
             ends.append(self._compare_at)
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:
             ends.append(self._began + self._plan.startup_timeout_s)
         return max(0.0, min(ends) - now)
-
-
-def _on_link(address: IPAddress, interface: ExternalInterface) -> bool:
-    """Whether a peer sits on the external interface's own segment."""
-    return any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)

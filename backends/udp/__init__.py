@@ -6,7 +6,7 @@ TUN, and is what upstream takes when a config names no backend.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from ipaddress import IPv4Interface, IPv4Network
 from typing import Final
 
@@ -56,7 +56,7 @@ class UdpBackend:
         """The external interface's MTU less the outer headers."""
         return self._setting.interface.mtu_bytes - OVERHEAD_BYTES
 
-    def carrier(self, earlier: Carrier | None) -> Carrier:
+    def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
         """Return the carrier; the earlier one goes on if nothing changed that it is made of."""
         if isinstance(earlier, UdpCarrier) and earlier.spec == self._spec:
             self._carrier = earlier

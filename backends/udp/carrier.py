@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Final
 
+from backends.api import Carrier
 from backends.dataplane.model import Link
 from backends.dataplane.ports import Kernel
 from backends.kernel.tun import Tun, open_tun
@@ -91,8 +92,8 @@ class _Running:
     index: int
 
 
-class UdpCarrier:
-    """A ``Carrier``: one TUN device, one socket, one pump."""
+class UdpCarrier(Carrier):
+    """One TUN device, one socket, one pump."""
 
     def __init__(self, spec: CarrierSpec, *, native: bool | None = None) -> None:
         self.spec = spec

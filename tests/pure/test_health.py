@@ -77,6 +77,12 @@ def test_readiness_drops_again_and_tells_why_on_demand(site: Site) -> None:
     assert site.ask("/readyz?verbose")[:2] == (503, "flanneld is not ready yet: waiting for a subnet lease")
 
 
+def test_readiness_in_spite_of_trouble_tells_of_it_on_demand(site: Site) -> None:
+    site.health.ready, site.health.reason = True, "etcd does not answer"
+    assert site.ask("/readyz")[:2] == (200, "flanneld is ready")
+    assert site.ask("/readyz?verbose")[:2] == (200, "flanneld is ready: etcd does not answer")
+
+
 def test_stuck_owner_is_not_alive(site: Site) -> None:
     site.clock.pass_s(59)
     assert site.ask("/healthz")[0] == 200

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from backends.dataplane.ports import LinkSeen, Overflow
+from backends.dataplane.model import Route
+from backends.dataplane.ports import LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, KernelEvents
@@ -83,18 +84,20 @@ class Script:
 class Node:
     """An owner on a fake host; ``play`` runs one round for each step."""
 
-    def __init__(self, tmp_path: Path, **plan: Any) -> None:
-        self.clock, self.kernel, self.manager = ManualClock(), FakeKernel(), FakeManager()
+    def __init__(self, tmp_path: Path, kernel: FakeKernel | None = None, **plan: Any) -> None:
+        self.clock, self.kernel, self.manager = ManualClock(), kernel or FakeKernel(), FakeManager()
         self.notifier, self.health = FakeNotifier(), Health(self.clock)
         self.stop = threading.Event()
         self.script = Script(self.stop, self.clock)
         self.policies: list[TrafficPolicy] = []
+        self.filters: list[object] = []
         self.env = tmp_path / "subnet.env"
         self.owner = Owner(
             Plan(Wish(iface=("eth0",)), str(self.env), **plan),
             kernel=self.kernel,
             manager=self.manager,
             traffic_want=self.policies.append,
+            filter_want=self.filters.append,
             inbox=self.script,  # type: ignore[arg-type]
             health=self.health,
             notifier=self.notifier,  # type: ignore[arg-type]
@@ -123,9 +126,9 @@ class Node:
     def kernel_says(self, *events: Any) -> KernelEvents:
         return KernelEvents(tuple(events))
 
-    def started(self, *peers: Lease, own: Subnets = OWN) -> Node:
+    def started(self, *peers: Lease, own: Subnets = OWN, config: str = CONFIG) -> Node:
         return self.play(
-            StoreState(True), _config(CONFIG), LeasesListed(peers, 5), lambda: [self.own(own)], self.rules_ok
+            StoreState(True), _config(config), LeasesListed(peers, 5), lambda: [self.own(own)], self.rules_ok
         )
 
     def own(self, subnets: Subnets = OWN) -> OwnLease:
@@ -426,9 +429,104 @@ def test_idle_loop_sleeps_long(tmp_path: Path) -> None:
     assert node.script.sleeps[-1] == pytest.approx(5.0)
 
 
+DIRECT = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}'
+
+
+def _shown(node: Node) -> list[str]:
+    return sorted(str(r) for r in node.kernel.state.routes)
+
+
+def _foreign_route() -> KernelEvents:
+    return KernelEvents((ObjectSeen(Route(ip_network("192.0.2.9/32"), ""), 99, False),))
+
+
+def test_H07_direct_only_inside_a_prefix_and_by_the_kernels_word(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.kernel.ways[ip_address("192.0.2.3")] = ("tun0", None)
+    node.kernel.ways[ip_address("192.0.2.4")] = ("eth0", ip_address("192.0.2.254"))
+    far = replace(_peer(5), attrs=replace(_peer(5).attrs, public_ip=ip_address("198.51.100.5")))  # type: ignore[arg-type]
+    node.started(_peer(2), _peer(3), _peer(4), far, config=DIRECT)
+    assert _shown(node) == [
+        "route 10.5.2.0/24 via 192.0.2.2 dev eth0",
+        "route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 onlink",
+        "route 10.5.4.0/24 via 10.5.4.0 dev flannel.1 onlink",
+        "route 10.5.5.0/24 via 10.5.5.0 dev flannel.1 onlink",
+    ]
+
+
+def test_H07_decided_anew_when_routes_change(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), config=DIRECT)
+    assert _shown(node) == ["route 10.5.2.0/24 via 192.0.2.2 dev eth0"]
+    assert node.kernel.state.fdb == frozenset()
+    node.kernel.ways[ip_address("192.0.2.2")] = ("tun0", None)
+    node.play(_foreign_route())
+    assert _shown(node) == ["route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink"]
+    assert len(node.kernel.state.fdb) == 1
+    node.kernel.ways.clear()
+    node.play(_foreign_route())
+    assert _shown(node) == ["route 10.5.2.0/24 via 192.0.2.2 dev eth0"]
+    assert node.kernel.state.fdb == frozenset()
+
+
 def test_hostile_leases_beside_good_ones(tmp_path: Path) -> None:
     bad = replace(_peer(4), subnets=Subnets(ip_network("0.0.0.0/1")))  # type: ignore[arg-type]
     mine = replace(_peer(5), attrs=replace(_peer(5).attrs, public_ip=ip_address("192.0.2.1")))  # type: ignore[arg-type]
     node = Node(tmp_path).started(_peer(2), bad, mine)
     assert node.routes == {"10.5.2.0/24"}
     assert "2 with problems" in node.notifier.said[-1]
+
+
+def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2))
+    node.kernel.set_address("eth0", "169.254.0.1/32")
+    node.kernel.state = replace(
+        node.kernel.state, addresses=frozenset(a for a in node.kernel.state.addresses if a.device != "eth0")
+    )
+    node.play(node.kernel_says(Overflow()), 2.1)
+    node.script.sleeps.clear()
+    node.play(0.0, 0.0)
+    assert "eth0 has no IPv4 address" in node.health.reason
+    assert min(node.script.sleeps) > 0.05
+    assert node.routes == {"10.5.2.0/24"}
+
+
+def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2, "02:00:00:00:00:22"), _peer(3))
+    held, link = node.kernel.state, node.kernel.held["flannel.1"]
+    again = Node(tmp_path, node.kernel)
+    degraded = StoreState(False, "started from cached state of then; datastore: down")
+    mine = Lease(OWN, node.manager.requests[-1].attrs, "own", 7, 6)
+    cached = LeasesListed((mine, _peer(2), _peer(4)), 0, complete=False)
+    again.play(degraded, _config(CONFIG), cached, lambda: [again.own()], again.rules_ok)
+    assert again.is_ready()
+    assert again.notifier.said[-1] == "READY subnet 10.5.1.0/24, 2 other leases; " + degraded.problem
+    assert again.health.reason == degraded.problem
+    assert again.routes == {"10.5.2.0/24", "10.5.3.0/24", "10.5.4.0/24"}
+    assert held.neighbours < node.kernel.state.neighbours
+    assert held.fdb < node.kernel.state.fdb
+    again.play(StoreState(True), _config(CONFIG), LeasesListed((mine, _peer(2), _peer(5)), 9))
+    assert again.routes == {"10.5.2.0/24", "10.5.5.0/24"}
+    assert {n.mac for n in node.kernel.state.neighbours} == {_mac(_peer(2)), _mac(_peer(5))}
+    assert again.notifier.said[-1].endswith("2 other leases")
+    assert again.health.reason == ""
+    assert node.kernel.held["flannel.1"] == link
+
+
+def test_cached_config_removes_no_device(tmp_path: Path) -> None:
+    node = Node(tmp_path).started()
+    again = Node(tmp_path, node.kernel)
+    older = _config('{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}')
+    again.play(
+        StoreState(False, "down"),
+        older,
+        LeasesListed((), 0, complete=False),
+        lambda: [again.own()],
+        again.rules_ok,
+    )
+    assert {"flannel.1", "flannel.2"} <= node.kernel.held.keys()
+    again.play(LeasesListed((), 9))
+    assert node.kernel.held.keys() == {"lo", "eth0", "flannel.2"}
+
+
+def _mac(lease: Lease) -> str:
+    return str(lease.attrs.backend_data["VtepMAC"])

@@ -23,6 +23,7 @@ class FakeKernel:
         self.refuse: set[str] = set()
         self.observations = 0
         self.creations: list[LinkSpec] = []
+        self.ways: dict[IPAddress, tuple[str, IPAddress | None]] = {}
         self._index = 1
         self.add_device("lo", loopback=True)
         self.add_device("eth0")
@@ -68,7 +69,8 @@ class FakeKernel:
         return [Failure(c, KernelError("put", c.target, 22, "invalid argument")) for c in refused]
 
     def lookup(self, target: IPAddress) -> Route:
-        return Route(ip_network(target), "eth0", source=next(iter(self.state.addresses)).interface.ip)
+        device, gateway = self.ways.get(target, ("eth0", None))
+        return Route(ip_network(target), device, gateway)
 
     def create_link(self, spec: LinkSpec) -> None:
         if spec.vxlan.lower_index not in {link.index for link in self.held.values()}:
