@@ -79,17 +79,22 @@ def until(what: str, probe: Callable[[], object], timeout_s: float = 10.0) -> No
         time.sleep(0.02)
 
 
-def transfer(source: Node, target: Node, size: int, port: int = 5001) -> float:
-    """Send random bytes through a TCP connection; both ends' hashes must agree. Returns the seconds taken."""
+def transfer(source: Node, target: Node, size: int, port: int = 5001) -> None:
+    """Send random bytes from node to node through a TCP connection."""
     server = target.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
     client = source.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
+    stream(server, client, (target.overlay, port), size)
+
+
+def stream(server: socket.socket, client: socket.socket, address: tuple[str, int], size: int) -> None:
+    """Send random bytes between fresh TCP sockets, which are closed; both ends' hashes must agree."""
     received, sent = hashlib.sha256(), hashlib.sha256()
     with server, client:
         server.settimeout(60)
         client.settimeout(60)
-        server.bind((target.overlay, port))
+        server.bind(address)
         server.listen()
-        client.connect((target.overlay, port))
+        client.connect(address)
         accepted, _ = server.accept()
 
         def receive() -> None:
@@ -99,21 +104,16 @@ def transfer(source: Node, target: Node, size: int, port: int = 5001) -> float:
                     received.update(block)
 
         reader = threading.Thread(target=receive, name="test-receiver")
-        began = time.monotonic()
         reader.start()
         block = os.urandom(1 << 20)
-        left = size
-        while left:
-            part = block[:left]
+        for at in range(0, size, len(block)):
+            part = block[: size - at]
             client.sendall(part)
             sent.update(part)
-            left -= len(part)
         client.close()
         reader.join(60)
-        taken = time.monotonic() - began
     assert not reader.is_alive()
     assert received.digest() == sent.digest()
-    return taken
 
 
 def bad_checksums(node: Node) -> int:
