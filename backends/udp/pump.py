@@ -123,28 +123,28 @@ class PythonPump:
         return at > 0
 
     def _take_outward(self, one: memoryview, runs: dict[int, _Run]) -> None:
-        header = packet.parse(one)
-        if header is None:
+        seen = packet.glance(one)
+        if seen is None:
             self._count["malformed"] += 1
             return
-        one = one[: header.total_bytes]
-        hop = self._state[0].hop(header.destination)
+        size, ttl, destination = seen
+        hop = self._state[0].hop(destination)
         if not hop:
             self._count["no_route"] += 1
-            self._answer(packet.NET_UNREACHABLE, one, header, True)
+            self._answer(packet.NET_UNREACHABLE, one, True)
             return
-        if header.ttl <= 1:
+        if ttl <= 1:
             self._count["ttl_exceeded"] += 1
-            self._answer(packet.TIME_EXCEEDED, one, header, True)
+            self._answer(packet.TIME_EXCEEDED, one, True)
             return
         packet.decrement_ttl(one)
         run = runs.get(hop)
-        if run is not None and not run.takes(len(one)):
+        if run is not None and not run.takes(size):
             self._send(hop, run)
             run = None
         if run is None:
-            run = runs[hop] = _Run(len(one))
-        run.add(one)
+            run = runs[hop] = _Run(size)
+        run.add(one if len(one) == size else one[:size])
 
     def _send(self, hop: int, run: _Run) -> None:
         if len(run.packets) > 1 and self._wire.gso:
@@ -193,8 +193,7 @@ class PythonPump:
         self._count["too_big"] += 1
         header = packet.parse(one)
         if header is not None and header.unfragmentable:
-            mtu_bytes = min(self._mtu_bytes, packet.MAX_DATAGRAM_BYTES)
-            self._answer(packet.FRAGMENTATION_NEEDED, one, header, True, mtu_bytes)
+            self._answer(packet.FRAGMENTATION_NEEDED, one, True, min(self._mtu_bytes, packet.MAX_DATAGRAM_BYTES))
 
     # -- socket to TUN ----------------------------------------------------
 
@@ -217,20 +216,20 @@ class PythonPump:
         return True
 
     def _take_inward(self, one: memoryview) -> None:
-        header = packet.parse(one)
-        if header is None:
+        seen = packet.glance(one)
+        if seen is None:
             self._count["malformed"] += 1
             return
-        one = one[: header.total_bytes]
-        if header.ttl <= 1:
+        size, ttl, _ = seen
+        if ttl <= 1:
             self._count["ttl_exceeded"] += 1
-            self._answer(packet.TIME_EXCEEDED, one, header, False)
+            self._answer(packet.TIME_EXCEEDED, one, False)
             return
         packet.decrement_ttl(one)
         self._count["rx_packets"] += 1
-        self._count["rx_bytes"] += len(one)
+        self._count["rx_bytes"] += size
         self._count["rx_writes"] += 1
-        self._write(one)
+        self._write(one if len(one) == size else one[:size])
 
     def _write(self, one: packet.Buffer) -> bool:
         try:
@@ -245,13 +244,11 @@ class PythonPump:
 
     # -- ICMP errors ------------------------------------------------------
 
-    def _answer(
-        self, kind: tuple[int, int], one: memoryview, header: packet.Header, local: bool, mtu_bytes: int = 0
-    ) -> None:
+    def _answer(self, kind: tuple[int, int], one: memoryview, local: bool, mtu_bytes: int = 0) -> None:
         """Send an ICMP error; ``local``: the sender is on this side of the TUN."""
-        forwarding = self._state[1]
+        forwarding, header = self._state[1], packet.parse(one)
         source = forwarding.overlay if local else forwarding.own
-        if source and packet.may_answer(one, header) and self._limit.grants():
+        if source and header is not None and packet.may_answer(one, header) and self._limit.grants():
             error = packet.icmp_error(kind, one, header, source, mtu_bytes)
             self._count["icmp_sent"] += self._write(error) if local else self._reply(error)
 

@@ -11,7 +11,7 @@ from backends.kernel import tun
 from subnet.errors import KernelError
 from tests.support.netns import Namespace
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
 ROOT = Path(__file__).parents[2]
 
