@@ -16,7 +16,7 @@ from pathlib import Path
 from backends import load_backend
 from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
-from backends.dataplane.diff import leftover_links
+from backends.dataplane.diff import foreign_addresses, leftover_links
 from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
@@ -120,12 +120,13 @@ class Owner:
         self._own: Lease | None = None
         self._own_problem = ""
         self._fatal = ""
+        self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
         self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
-        self._backend_of: Setting | None = None
+        self._built: tuple[Setting, Backend] | None = None
         self._links: dict[str, Link] = {}
         self._carrier: Carrier | None = None
         self._carried: dict[str, Link] = {}
@@ -253,25 +254,42 @@ class Owner:
                     log.info("public address %s: by the node's annotations or the flags", public)
 
     def _take_config(self, event: ConfigSeen) -> None:
-        if event.config is None:
-            self._config_problem = event.problem
+        config = event.config
+        if config is not None and config == self._config:
+            self._restart_reason = ""
+            self._reporter.solved("config", "the network config can be used again")
+            self._reporter.solved("restart", "the network config is the one in force again")
+            return
+        problem = event.problem if config is None else self._refusal(config)
+        if config is None or problem:
+            self._config_problem = problem
             if self._own is not None:
-                self._reporter.problem("config", f"{event.problem}; the earlier network config stays in force")
+                self._reporter.problem("config", f"{problem}; the earlier network config stays in force")
             else:
                 self._config = None
             return
         self._reporter.solved("config", "the network config can be used again")
-        if event.config == self._config:
+        held = self._own and self._own.subnets
+        self._restart_reason = restart_reason(self._config, config, held) if self._config and held else ""
+        if self._restart_reason:
+            self._reporter.problem("restart", f"network config changed, restart needed: {self._restart_reason}")
             return
-        reason = restart_reason(self._config, event.config) if self._config and self._own else ""
-        if reason:
-            self._reporter.problem("restart", f"network config changed, restart needed: {reason}")
-            return
-        self._reporter.solved("restart", "the network config is the one in force again")
+        self._reporter.solved("restart", "the network config asks for no restart any more")
         log.info("network config %s", "changed, followed live" if self._config else "read")
-        for warning in event.config.warnings:
+        for warning in config.warnings:
             log.warning("network config: %s", warning)
-        self._config = event.config
+        self._config = config
+
+    def _refusal(self, config: NetworkConfig) -> str:
+        """Return why no backend can be made of a config while an earlier one is in force; empty: one can."""
+        interface = self._underlay.interface
+        if self._own is None or interface is None:
+            return ""
+        try:
+            self._backend_for(self._setting(config, interface))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     # -- a round ----------------------------------------------------------
 
@@ -354,11 +372,16 @@ class Owner:
         return Setting(config, interface, frozenset(networks))
 
     def _the_backend(self, setting: Setting) -> Backend:
-        if self._backend is None or self._backend_of != setting:
-            self._backend = load_backend(setting)
-            self._backend_of = setting
+        backend = self._backend_for(setting)
+        if backend is not self._backend:
+            self._backend = backend
             self._devices_doubted = True
-        return self._backend
+        return backend
+
+    def _backend_for(self, setting: Setting) -> Backend:
+        if self._built is None or self._built[0] != setting:
+            self._built = (setting, load_backend(setting))
+        return self._built[1]
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
         if self._devices_doubted:
@@ -465,6 +488,8 @@ class Owner:
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for address in foreign_addresses(addresses, desired):
+            log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
 
@@ -546,6 +571,8 @@ class Owner:
         status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
+        if self._restart_reason:
+            status += f"; restart needed: {self._restart_reason}"
         if self._store_problem:
             status += f"; {self._store_problem}"
         if not self._health.ready:

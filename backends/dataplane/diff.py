@@ -41,6 +41,15 @@ def _stale_address(address: Address, desired: DesiredState) -> bool:
     return address.family == 6 or any(address.interface.ip in network for network in desired.networks)
 
 
+def foreign_addresses(addresses: Iterable[Address], desired: DesiredState) -> tuple[Address, ...]:
+    """Addresses outside the networks that somebody gave our devices (a DHCP client, say); they are left alone."""
+    return tuple(
+        _sorted(
+            a for a in addresses if a.device in desired.devices and a.scope != "link" and not _stale_address(a, desired)
+        )
+    )
+
+
 def owned_route(route: Route, desired: DesiredState) -> bool:
     """Whether an unwanted route is ours to remove.
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.dataplane.diff import apply_changes, blocked_routes, diff, leftover_links
+from backends.dataplane.diff import apply_changes, blocked_routes, diff, foreign_addresses, leftover_links
 from backends.dataplane.model import (
     PROTO_FLANNEL,
     PROTO_KERNEL,
@@ -193,11 +193,14 @@ def test_V11_stale_flannel_address_goes_and_foreign_one_stays() -> None:
     stale, foreign, wanted = (
         Address(DEVICE, ip_interface(text)) for text in ("10.5.99.0/32", "192.168.1.125/24", "10.5.1.0/32")
     )
-    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), _desired(addresses=frozenset({wanted})))
+    desired = _desired(addresses=frozenset({wanted}))
+    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), desired)
     assert [str(c) for c in changes] == [
         "address 10.5.1.0/32 dev flannel.1 added",
         "address 10.5.99.0/32 dev flannel.1 removed",
     ]
+    elsewhere = Address("eth0", ip_interface("192.168.1.126/24"))
+    assert foreign_addresses({stale, foreign, wanted, elsewhere}, desired) == (foreign,)
 
 
 def _tunnel(name: str, index: int, vni: int) -> Link:
