@@ -96,12 +96,14 @@ def test_V01_V02_interface_deleted_and_back_without_address_then_with_it(make_ne
     network = make_network()
     a, b = network.cluster(2)
     mac, pid, subnet = device(a)["mac"], a.daemon.pid, network.subnet(a)
+    adapter = device(a, "eth0")["mac"]
     lease_before = network.lease(a)
     with flow(b, a) as traffic:
         a.namespace.ip("link del eth0")
         settle("no device", lambda: device(a), 5)
         time.sleep(1)
         network.lab.plug(a.namespace, f"{a.name}-eth0", "eth0")
+        a.namespace.ip(f"link set eth0 address {adapter}")
         time.sleep(2)
         assert a.daemon.pid == pid
         assert "eth0 has no IPv4 address" in a.daemon.notify.status
