@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
-from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
-from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link, Route
+from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.diff import foreign_addresses, leftover_links
+from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import Wish
@@ -41,6 +41,7 @@ from subnet.manager import (
     OwnLease,
     StoreState,
     SubnetManager,
+    ThisNode,
 )
 from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
@@ -59,6 +60,10 @@ COMPARE_SHARE = 4.0
 
 class NotYet(FlannelError):
     """A step cannot be taken yet; the text is what people are told."""
+
+
+class Told(NotYet):
+    """The same, for a reason that whoever found it has logged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +118,15 @@ class Owner:
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
         self._own: Lease | None = None
-        self._own_problem = "asking for a subnet lease"
+        self._own_problem = ""
         self._fatal = ""
+        self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
+        self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
-        self._backend_of: Setting | None = None
+        self._built: tuple[Setting, Backend] | None = None
         self._links: dict[str, Link] = {}
         self._carrier: Carrier | None = None
         self._carried: dict[str, Link] = {}
@@ -182,6 +189,8 @@ class Owner:
                 self._take_own(event)
             case ConfigSeen():
                 self._take_config(event)
+            case ThisNode():
+                self._take_this_node(event)
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
@@ -233,26 +242,54 @@ class Owner:
             log.warning("%s; the data plane stays as it is meanwhile", event.problem)
         self._own_problem = event.problem
 
+    def _take_this_node(self, event: ThisNode) -> None:
+        self._told = event.told
+        flags = self._plan.wish
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        )
+        if self._underlay.wish(wish):
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
+
     def _take_config(self, event: ConfigSeen) -> None:
-        if event.config is None:
-            self._config_problem = event.problem
+        config = event.config
+        if config is not None and config == self._config:
+            self._restart_reason = ""
+            self._reporter.solved("config", "the network config can be used again")
+            self._reporter.solved("restart", "the network config is the one in force again")
+            return
+        problem = event.problem if config is None else self._refusal(config)
+        if config is None or problem:
+            self._config_problem = problem
             if self._own is not None:
-                self._reporter.problem("config", f"{event.problem}; the earlier network config stays in force")
+                self._reporter.problem("config", f"{problem}; the earlier network config stays in force")
             else:
                 self._config = None
             return
         self._reporter.solved("config", "the network config can be used again")
-        if event.config == self._config:
+        held = self._own and self._own.subnets
+        self._restart_reason = restart_reason(self._config, config, held) if self._config and held else ""
+        if self._restart_reason:
+            self._reporter.problem("restart", f"network config changed, restart needed: {self._restart_reason}")
             return
-        reason = restart_reason(self._config, event.config) if self._config and self._own else ""
-        if reason:
-            self._reporter.problem("restart", f"network config changed, restart needed: {reason}")
-            return
-        self._reporter.solved("restart", "the network config is the one in force again")
+        self._reporter.solved("restart", "the network config asks for no restart any more")
         log.info("network config %s", "changed, followed live" if self._config else "read")
-        for warning in event.config.warnings:
+        for warning in config.warnings:
             log.warning("network config: %s", warning)
-        self._config = event.config
+        self._config = config
+
+    def _refusal(self, config: NetworkConfig) -> str:
+        """Return why no backend can be made of a config while an earlier one is in force; empty: one can."""
+        interface = self._underlay.interface
+        if self._own is None or interface is None:
+            return ""
+        try:
+            self._backend_for(self._setting(config, interface))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     # -- a round ----------------------------------------------------------
 
@@ -274,7 +311,7 @@ class Owner:
         try:
             self._advance()
         except NotYet as waiting:
-            self._not_ready(str(waiting))
+            self._not_ready(str(waiting), known=isinstance(waiting, Told))
         except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
             delay_s = self._backoff.next_s()
             self._retry_at = now + delay_s
@@ -297,7 +334,9 @@ class Owner:
         self._ask(attrs, config)
         own = self._own
         if own is None:
-            raise NotYet(self._own_problem or "waiting for a subnet lease")
+            if self._own_problem:
+                raise Told(self._own_problem)
+            raise NotYet("waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
         problem = self._rules_problem()
         # Not held up by rules in trouble: peers do not wait for them.
@@ -333,11 +372,16 @@ class Owner:
         return Setting(config, interface, frozenset(networks))
 
     def _the_backend(self, setting: Setting) -> Backend:
-        if self._backend is None or self._backend_of != setting:
-            self._backend = load_backend(setting)
-            self._backend_of = setting
+        backend = self._backend_for(setting)
+        if backend is not self._backend:
+            self._backend = backend
             self._devices_doubted = True
-        return self._backend
+        return backend
+
+    def _backend_for(self, setting: Setting) -> Backend:
+        if self._built is None or self._built[0] != setting:
+            self._built = (setting, load_backend(setting))
+        return self._built[1]
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
         if self._devices_doubted:
@@ -389,6 +433,8 @@ class Owner:
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
+        if self._told is not None:
+            return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
         for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
@@ -424,7 +470,8 @@ class Owner:
 
     def _ask_for_filter(self, interface: ExternalInterface) -> None:
         """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        tunnels = (link.tunnel for link in self._links.values())
+        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
         wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
         if wanted != self._filter or not self._filter_asked:
             self._filter, self._filter_asked = wanted, True
@@ -441,6 +488,8 @@ class Owner:
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for address in foreign_addresses(addresses, desired):
+            log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
 
@@ -518,9 +567,12 @@ class Owner:
 
     def _is_ready(self, own: Lease) -> None:
         problems = len(self._problems.keys() | self._carrier_problems.keys())
-        status = f"subnet {own.subnets}, {max(len(self._peering.leases) - 1, 0)} other leases"
+        others = len(self._peering.leases) - (own.subnets in self._peering.leases)
+        status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
+        if self._restart_reason:
+            status += f"; restart needed: {self._restart_reason}"
         if self._store_problem:
             status += f"; {self._store_problem}"
         if not self._health.ready:
@@ -529,15 +581,17 @@ class Owner:
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
+        self._manager.ready()
 
-    def _not_ready(self, reason: str) -> None:
+    def _not_ready(self, reason: str, known: bool = False) -> None:
+        """Tell everybody why; what is ``known`` from the log is not logged again."""
         now = self._clock.now()
         if self._health.ready or reason != self._health.reason:
             self._waiting_since = now
         self._health.ready, self._health.reason = False, reason
         self._notifier.status(f"not ready: {reason}")
         # What is over within a second is no news.
-        if now - self._waiting_since >= NEWS_S:
+        if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
     def _sleep_s(self) -> float:

@@ -101,6 +101,10 @@ class CachedManager:
                 request = replace(request, previous=own.subnets)
         self._inner.want(request)
 
+    def ready(self) -> None:
+        """See SubnetManager."""
+        self._inner.ready()
+
     def underlay_changed(self) -> None:
         """See SubnetManager."""
         self._inner.underlay_changed()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backends.dataplane.model import Route
+from backends.dataplane.model import Route, Vxlan
 from backends.dataplane.ports import LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
@@ -33,12 +33,15 @@ OWN = Subnets(ip_network("10.5.1.0/24"))  # type: ignore[arg-type]
 class FakeManager:
     def __init__(self) -> None:
         self.requests: list[LeaseRequest] = []
-        self.reconnected = 0
+        self.reconnected = self.told_ready = 0
 
     def start(self, post: object) -> None: ...
 
     def want(self, request: LeaseRequest) -> None:
         self.requests.append(request)
+
+    def ready(self) -> None:
+        self.told_ready += 1
 
     def underlay_changed(self) -> None:
         self.reconnected += 1
@@ -169,7 +172,7 @@ def test_ready_means_everything_is_there(tmp_path: Path) -> None:
     assert node.env.read_text() == (
         "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=false\n"
     )
-    assert node.notifier.said[-1].startswith("READY subnet 10.5.1.0/24, 1 other")
+    assert node.notifier.said[-1].startswith("READY subnet 10.5.1.0/24, 2 other")
 
 
 def test_what_peers_are_told_is_the_device_as_it_is(tmp_path: Path) -> None:
@@ -225,8 +228,8 @@ def test_S11_changed_address_is_followed_after_settling(tmp_path: Path) -> None:
     assert len(node.manager.requests) == 1
     node.play(1.1, 0.1)
     assert node.manager.requests[-1].attrs.public_ip == ip_address("192.0.2.31")
-    vxlan = node.kernel.held["flannel.1"].vxlan
-    assert vxlan is not None
+    vxlan = node.kernel.held["flannel.1"].tunnel
+    assert isinstance(vxlan, Vxlan)
     assert vxlan.local == ip_address("192.0.2.31")
     assert node.manager.reconnected == 1
     assert node.routes == {"10.5.2.0/24"}
