@@ -148,8 +148,7 @@ class Owner:
         self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
-        self._compare_at = 0.0
-        self._alive_at = 0.0
+        self._compare_at = self._alive_at = 0.0
 
         self._remember_earlier_run()
 

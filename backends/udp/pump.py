@@ -13,7 +13,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from typing import Final
 
@@ -28,6 +27,8 @@ LARGEST_BYTES: Final = 65535
 RECEIVED_AT_ONCE: Final = 16
 SEGMENTS: Final = 64
 """Datagrams in one message (UDP_MAX_SEGMENTS of kernels before 6.9)."""
+ORDINARY: Final = 0x45
+"""First byte of an IPv4 packet without options."""
 PAUSE_S: Final = 0.01
 
 _FULL = frozenset({errno.EAGAIN, errno.ENOBUFS})
@@ -38,27 +39,33 @@ _SIZE = struct.Struct("=H")
 _INT = struct.Struct("=i")
 
 
-@dataclass(slots=True)
 class _Run:
     """Packets to one next hop, all of one size but for the last, which may be shorter."""
 
-    size: int
-    packets: list[memoryview] = field(default_factory=list)
-    bytes: int = 0
+    __slots__ = ("ended", "packets", "room", "size")
 
-    def takes(self, size: int) -> bool:
-        """Whether a packet of that size may follow."""
-        return (
-            size <= self.size
-            and len(self.packets[-1]) == self.size
-            and len(self.packets) < SEGMENTS
-            and self.bytes + size <= packet.MAX_DATAGRAM_BYTES
-        )
+    def __init__(self, first: memoryview) -> None:
+        self.size = len(first)
+        self.room = min(SEGMENTS, packet.MAX_DATAGRAM_BYTES // self.size)
+        """How many of full size fit into one message."""
+        self.packets = [first]
+        self.ended = False
 
-    def add(self, one: memoryview) -> None:
-        """Append a packet."""
+    @property
+    def bytes(self) -> int:
+        """Return the length of all packets together."""
+        return self.size * (len(self.packets) - 1) + len(self.packets[-1])
+
+    def take(self, one: memoryview) -> bool:
+        """Append a packet if it may follow."""
+        size = len(one)
+        if self.ended or size > self.size or len(self.packets) == SEGMENTS:
+            return False
+        if self.bytes + size > packet.MAX_DATAGRAM_BYTES:
+            return False
         self.packets.append(one)
-        self.bytes += len(one)
+        self.ended = size < self.size
+        return True
 
 
 class PythonPump:
@@ -109,42 +116,56 @@ class PythonPump:
 
     def _outward(self) -> bool:
         """Send what waits at the TUN, up to one arena full; return whether there was anything."""
-        runs: dict[int, _Run] = {}
+        hop_of, runs = self._state[0].hop, dict[int, _Run]()
+        glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
         at = 0
         while at + LARGEST_BYTES <= ARENA_BYTES:
+            room = self._arena[at:]
             try:
-                length = os.readv(self._tun, [self._arena[at : at + LARGEST_BYTES]])
+                length = os.readv(self._tun, (room,))
             except BlockingIOError:
                 break
-            self._take_outward(self._arena[at : at + length], runs)
             at += length
+            one = room[:length]
+            # Almost every packet is whole, without options, and on its way to a peer.
+            if length >= packet.HEADER_BYTES:
+                first, total, ttl, protocol, value, destination = glance(one)
+                if first == ORDINARY and total == length and ttl > 1 and (hop := hop_of(destination)):
+                    mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
+                    run = runs.get(hop)
+                    if run is not None and length == run.size and len(run.packets) < run.room and not run.ended:
+                        run.packets.append(one)
+                    else:
+                        self._enqueue(hop, one, runs)
+                    continue
+            self._examine_outward(one, runs)
         for hop, run in runs.items():
             self._send(hop, run)
         return at > 0
 
-    def _take_outward(self, one: memoryview, runs: dict[int, _Run]) -> None:
-        seen = packet.glance(one)
-        if seen is None:
+    def _examine_outward(self, one: memoryview, runs: dict[int, _Run]) -> None:
+        header = packet.parse(one)
+        if header is None:
             self._count["malformed"] += 1
             return
-        size, ttl, destination = seen
-        hop = self._state[0].hop(destination)
+        hop = self._state[0].hop(header.destination)
         if not hop:
             self._count["no_route"] += 1
-            self._answer(packet.NET_UNREACHABLE, one, True)
-            return
-        if ttl <= 1:
+            self._answer(packet.NET_UNREACHABLE, one, header, True)
+        elif header.ttl <= 1:
             self._count["ttl_exceeded"] += 1
-            self._answer(packet.TIME_EXCEEDED, one, True)
-            return
-        packet.decrement_ttl(one)
+            self._answer(packet.TIME_EXCEEDED, one, header, True)
+        else:
+            packet.decrement_ttl(one)
+            self._enqueue(hop, one[: header.total_bytes], runs)
+
+    def _enqueue(self, hop: int, one: memoryview, runs: dict[int, _Run]) -> None:
         run = runs.get(hop)
-        if run is not None and not run.takes(size):
-            self._send(hop, run)
-            run = None
         if run is None:
-            run = runs[hop] = _Run(size)
-        run.add(one if len(one) == size else one[:size])
+            runs[hop] = _Run(one)
+        elif not run.take(one):
+            self._send(hop, run)
+            runs[hop] = _Run(one)
 
     def _send(self, hop: int, run: _Run) -> None:
         if len(run.packets) > 1 and self._wire.gso:
@@ -193,7 +214,8 @@ class PythonPump:
         self._count["too_big"] += 1
         header = packet.parse(one)
         if header is not None and header.unfragmentable:
-            self._answer(packet.FRAGMENTATION_NEEDED, one, True, min(self._mtu_bytes, packet.MAX_DATAGRAM_BYTES))
+            mtu_bytes = min(self._mtu_bytes, packet.MAX_DATAGRAM_BYTES)
+            self._answer(packet.FRAGMENTATION_NEEDED, one, header, True, mtu_bytes)
 
     # -- socket to TUN ----------------------------------------------------
 
@@ -210,26 +232,39 @@ class PythonPump:
                 # Out of memory, say. A readable socket that cannot be read must not become a busy loop.
                 select.select([self._wake], [], [], PAUSE_S)
                 return received > 0
-            size = _segment_bytes(control) or length
-            for at in range(0, max(length, 1), max(size, 1)):
-                self._take_inward(self._datagrams[at : min(at + size, length)])
+            self._take_inward(self._datagrams[:length], _segment_bytes(control) or length or 1)
         return True
 
-    def _take_inward(self, one: memoryview) -> None:
-        seen = packet.glance(one)
-        if seen is None:
+    def _take_inward(self, received: memoryview, size: int) -> None:
+        """Deliver the datagrams of one reception, each of ``size`` but for the last."""
+        glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
+        delivered = 0
+        for at in range(0, len(received) or 1, size):
+            one = received[at : at + size]
+            length = len(one)
+            if length >= packet.HEADER_BYTES:
+                first, total, ttl, protocol, value, _ = glance(one)
+                # A wrong checksum stays wrong, and the kernel drops the packet for it.
+                if first == ORDINARY and total == length and ttl > 1:
+                    mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
+                    delivered += self._write(one)
+                    continue
+            delivered += self._examine_inward(one)
+        self._count["rx_packets"] += delivered
+        self._count["rx_writes"] += delivered
+        self._count["rx_bytes"] += len(received)
+
+    def _examine_inward(self, one: memoryview) -> bool:
+        header = packet.parse(one)
+        if header is None:
             self._count["malformed"] += 1
-            return
-        size, ttl, _ = seen
-        if ttl <= 1:
+            return False
+        if header.ttl <= 1:
             self._count["ttl_exceeded"] += 1
-            self._answer(packet.TIME_EXCEEDED, one, False)
-            return
+            self._answer(packet.TIME_EXCEEDED, one, header, False)
+            return False
         packet.decrement_ttl(one)
-        self._count["rx_packets"] += 1
-        self._count["rx_bytes"] += size
-        self._count["rx_writes"] += 1
-        self._write(one if len(one) == size else one[:size])
+        return self._write(one[: header.total_bytes])
 
     def _write(self, one: packet.Buffer) -> bool:
         try:
@@ -244,11 +279,13 @@ class PythonPump:
 
     # -- ICMP errors ------------------------------------------------------
 
-    def _answer(self, kind: tuple[int, int], one: memoryview, local: bool, mtu_bytes: int = 0) -> None:
+    def _answer(
+        self, kind: tuple[int, int], one: memoryview, header: packet.Header, local: bool, mtu_bytes: int = 0
+    ) -> None:
         """Send an ICMP error; ``local``: the sender is on this side of the TUN."""
-        forwarding, header = self._state[1], packet.parse(one)
+        forwarding = self._state[1]
         source = forwarding.overlay if local else forwarding.own
-        if source and header is not None and packet.may_answer(one, header) and self._limit.grants():
+        if source and packet.may_answer(one, header) and self._limit.grants():
             error = packet.icmp_error(kind, one, header, source, mtu_bytes)
             self._count["icmp_sent"] += self._write(error) if local else self._reply(error)
 

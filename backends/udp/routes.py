@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
+REMEMBERED = 4096
 _PACKED = struct.Struct("=III")
 
 
@@ -53,14 +54,21 @@ def pack(table: Sequence[Range]) -> bytes:
 
 
 class Table:
-    """Ranges made ready for look-ups."""
+    """Ranges made ready for look-ups; remembers the latest answers."""
 
     def __init__(self, table: Sequence[Range] = ()) -> None:
         self._firsts = [r.first for r in table]
         self._lasts = [r.last for r in table]
         self._hops = [r.hop for r in table]
+        self._known: dict[int, int] = {}
 
     def hop(self, destination: int) -> int:
         """Return the next hop, 0 if there is no route."""
-        at = bisect_right(self._firsts, destination) - 1
-        return self._hops[at] if at >= 0 and destination <= self._lasts[at] else 0
+        known = self._known.get(destination)
+        if known is None:
+            at = bisect_right(self._firsts, destination) - 1
+            known = self._hops[at] if at >= 0 and destination <= self._lasts[at] else 0
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[destination] = known
+        return known

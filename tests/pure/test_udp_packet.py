@@ -62,7 +62,6 @@ def changed(at: int, value: int) -> bytes:
 )
 def test_U05_what_is_no_whole_packet_is_refused(wrong: bytes) -> None:
     assert packet.parse(wrong) is None
-    assert packet.glance(wrong) is None
 
 
 def test_bytes_after_the_end_are_tolerated() -> None:
@@ -71,15 +70,10 @@ def test_bytes_after_the_end_are_tolerated() -> None:
     assert header.total_bytes == len(WHOLE)
 
 
-@given(
-    st.binary(max_size=60)
-    | st.builds(ipv4.ip, st.binary(max_size=9), ttl=st.integers(0, 255), options=st.sampled_from([b"", b"\1" * 8]))
-)
-def test_U05_noise_never_raises_and_both_looks_agree(data: bytes) -> None:
+@given(st.binary(max_size=60))
+def test_U05_noise_never_raises(data: bytes) -> None:
     header = packet.parse(data)
     assert header is None or header.total_bytes <= len(data)
-    seen = None if header is None else (header.total_bytes, header.ttl, header.destination)
-    assert packet.glance(data) == seen
 
 
 @given(st.integers(1, 255), st.integers(0, 0xFFFF), st.integers(0, 255))

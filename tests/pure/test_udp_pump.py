@@ -20,9 +20,9 @@ def test_icmp_errors_are_limited_to_a_rate() -> None:
 
 
 def run_of(*sizes: int) -> _Run:
-    run = _Run(sizes[0])
-    for size in sizes:
-        run.add(memoryview(bytes(size)))
+    first, *more = [memoryview(bytes(size)) for size in sizes]
+    run = _Run(first)
+    assert all(run.take(one) for one in more)
     return run
 
 
@@ -41,7 +41,9 @@ def run_of(*sizes: int) -> _Run:
     ],
 )
 def test_datagrams_of_one_message(sizes: tuple[int, ...], size: int, taken: bool) -> None:
-    assert run_of(*sizes).takes(size) is taken
+    run = run_of(*sizes)
+    assert run.take(memoryview(bytes(size))) is taken
+    assert run.bytes == sum(sizes) + size * taken
 
 
 def test_the_native_pump_counts_the_same() -> None:
