@@ -14,11 +14,12 @@ BINDIR   ?= /usr/local/bin
 UNITDIR  ?= /etc/systemd/system
 DEFAULTS ?= /etc/default/flanneld
 
-.PHONY: help deps venv demo test lint lock bench install clean
+.PHONY: help deps venv demo test test-vm lint lock bench install clean
 
 help:
 	@echo 'make demo     build a network of namespaces and show that it works (root)'
 	@echo 'make test     run every test (root)'
+	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
 	@echo 'make bench    throughput between two hosts of the demo (root)'
 	@echo 'make venv     the virtual environment alone'
@@ -45,6 +46,10 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -q
+
+test-vm: venv
+	@scripts/install-debian vm
+	@$(BIN)/python -m tests.vm
 
 lint: venv
 	$(BIN)/ruff check

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 from backends.kernel.monitor import Monitor
@@ -27,7 +28,9 @@ from flanneld.options import Options
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper
+from subnet.cached import CachedManager
 from subnet.clock import Clock, SystemClock
+from subnet.etcd.layout import join
 from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
@@ -52,23 +55,45 @@ def serve(options: Options) -> int:
     crash.install()
 
     manager = _manager(options, clock, os.environ)
-    traffic = TrafficKeeper(clock, options.iptables_resync_s)
-    owner = Owner(
-        _plan(options),
-        manager=manager,
-        traffic_want=traffic.want,
-        inbox=inbox,
-        health=health,
-        notifier=notifier,
-        clock=clock,
+    traffic = TrafficKeeper(
+        clock,
+        options.iptables_resync_s,
+        manage_sysctls=options.manage_sysctls,
+        cleanup_on_exit=options.cleanup_on_exit,
+        vtep_filter=options.vtep_filter,
     )
+    ended: list[int] = []
+
+    def own() -> None:
+        kernel = NetlinkKernel()
+        monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
+        monitor.start()
+        try:
+            owner = Owner(
+                _plan(options),
+                kernel=kernel,
+                manager=manager,
+                traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
+                inbox=inbox,
+                health=health,
+                notifier=notifier,
+                clock=clock,
+            )
+            owner.run(stop)
+            ended.append(owner.exit_code)
+        finally:
+            monitor.close()
+            kernel.close()
+            signals.wake()
+
     server = None
     if options.healthz_port > 0:
         server = HealthServer(str(options.healthz_ip), options.healthz_port, health, clock)
         server.start()
     manager.start(inbox.post)
     traffic.start(inbox.post)
-    thread = threading.Thread(target=_own, args=(owner, inbox, stop, signals), name="owner", daemon=True)
+    thread = threading.Thread(target=own, name="owner", daemon=True)
     thread.start()
 
     name = signals.wait()
@@ -84,7 +109,7 @@ def serve(options: Options) -> int:
     thread.join(max(0.0, deadline - time.monotonic()))
     for closing in [t for t in threading.enumerate() if t.name == "closing"]:
         closing.join(max(0.0, deadline - time.monotonic()))
-    code = 1 if crash.name else owner.exit_code
+    code = 1 if crash.name else next(iter(ended), 0)
     log.info("stopped")
     _leave(code)
     return code
@@ -97,20 +122,12 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _own(owner: Owner, inbox: Inbox, stop: threading.Event, signals: _Signals) -> None:
-    kernel = NetlinkKernel()
-    monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
-    monitor.start()
-    try:
-        owner.run(kernel, stop)
-    finally:
-        monitor.close()
-        kernel.close()
-        signals.wake()
-
-
 def _manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
-    return _kube_manager(options, clock, environ) if options.kube_subnet_mgr else _etcd_manager(options, clock)
+    if options.kube_subnet_mgr:
+        manager, datastore = _kube_manager(options, clock, environ), f"kubernetes {options.kube_annotation_prefix}"
+    else:
+        manager, datastore = _etcd_manager(options, clock), f"etcd {join(options.etcd_prefix)}"
+    return _remembered(manager, datastore, options, clock)
 
 
 def _etcd_manager(options: Options, clock: Clock) -> SubnetManager:
@@ -149,6 +166,19 @@ def _kube_manager(options: Options, clock: Clock, environ: Mapping[str, str]) ->
     return KubeManager(settings, clock)
 
 
+def _remembered(manager: SubnetManager, datastore: str, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        datastore,
+        offline_start=options.offline_start,
+        check_pools=not options.kube_subnet_mgr,
+        clock=clock,
+    )
+
+
 def _plan(options: Options) -> Plan:
     return Plan(
         wish=Wish(
@@ -162,6 +192,11 @@ def _plan(options: Options) -> Plan:
         ip_masq=options.ip_masq,
         forward_rules=options.iptables_forward_rules,
         random_fully=not options.ip_masq_fully_random_disable,
+        masq_exclude=options.ip_masq_exclude,
+        chain_prefix=options.chain_prefix,
+        table_prefix=options.table_prefix,
+        blackhole=options.ip_blackhole_route,
+        vtep_filter=options.vtep_filter,
         resync_s=options.resync_period_s,
         startup_timeout_s=options.startup_timeout_s,
         tunnel_checksum_offload=options.tunnel_checksum_offload,

@@ -20,8 +20,6 @@ def restart_reason(old: NetworkConfig, new: NetworkConfig) -> str:
         was, now = before and before.network, after and after.network
         if was != now:
             reasons.append(f"IPv{family} network {was or 'off'} -> {now or 'off'}")
-    if old.enable_nftables != new.enable_nftables:
-        reasons.append(f"EnableNFTables {old.enable_nftables} -> {new.enable_nftables}")
     if old.backend.type != new.backend.type:
         reasons.append(f"Backend.Type {old.backend.type} -> {new.backend.type}")
     else:

@@ -11,27 +11,28 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from ipaddress import ip_network
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
-from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
 from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
-from flanneld.extiface import HostView, Wish, choose, still_there
+from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, Inbox, KernelEvents
 from flanneld.liveconfig import restart_reason
+from flanneld.peering import Peering
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
+from flanneld.underlay import Underlay
 from subnet import envfile
 from subnet.clock import Backoff, Clock
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
-from subnet.leaseset import LeaseSet, admit
 from subnet.manager import (
     ConfigSeen,
     LeaseRequest,
@@ -42,13 +43,11 @@ from subnet.manager import (
     SubnetManager,
     ThisNode,
 )
-from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 2.0
-"""A changed underlay address is followed only when it has stayed away for so long."""
 TICK_S = 5.0
 """Longest sleep: subnet.env is looked at so often."""
 NEWS_S = 1.0
@@ -76,29 +75,40 @@ class Plan:
     ip_masq: bool = False
     forward_rules: bool = True
     random_fully: bool = True
+    masq_exclude: tuple[IPNetwork, ...] = ()
+    chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
+    blackhole: bool = False
+    vtep_filter: bool = False
     resync_s: float = 60.0
     startup_timeout_s: float = 0.0
     tunnel_checksum_offload: bool = True
 
 
 class Owner:
-    """Owns leases, devices and kernel entries. All methods but ``run`` are called from its thread."""
+    """Owns leases, devices and kernel entries. Belongs to the thread that makes it."""
 
     def __init__(
         self,
         plan: Plan,
         *,
+        kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
-        self._plan, self._manager, self._traffic_want = plan, manager, traffic_want
+        self._plan, self._kernel = plan, kernel
+        self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
-        self._peer_reporter = Reporter(log, clock, again_s=600)
+        self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
+        self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
+        self._underlay = Underlay(kernel, plan.wish, clock)
+        self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -106,27 +116,19 @@ class Owner:
 
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
-        self._leases = LeaseSet()
-        self._leases_moved = True
         self._own: Lease | None = None
         self._own_problem = ""
         self._fatal = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
-        self._wish = plan.wish
         self._told: LeaseAttrs | None = None
-        self._interface: ExternalInterface | None = None
-        self._interface_families: tuple[Family, ...] = ()
-        self._interface_doubted = True
-        self._away_since: float | None = None
         self._backend: Backend | None = None
         self._backend_of: Setting | None = None
         self._links: dict[str, Link] = {}
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
-        self._addresses: frozenset[Address] = frozenset()
         self._asked: LeaseRequest | None = None
         self._converged_for: tuple[Setting, Subnets] | None = None
         self._cleaned_for: Setting | None = None
@@ -135,30 +137,29 @@ class Owner:
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
+        self._filter: VtepFilter | None = None
+        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
-        self._next_resync = 0.0
+        self._began = clock.now()
+        self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
         self._compare_at = 0.0
         self._alive_at = 0.0
 
-    def run(self, kernel: Kernel, stop: threading.Event) -> None:
-        """Go round until told to stop, or until ``exit_code`` says why it ended."""
-        self._kernel = kernel
-        self._reconciler = Reconciler(kernel, self._peer_reporter)
-        self._devices = DeviceKeeper(kernel, tx_checksum=self._plan.tunnel_checksum_offload)
         self._remember_earlier_run()
-        began = self._clock.now()
-        self._next_resync = began + self._plan.resync_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Go round until told to stop, or until ``exit_code`` says why it ended."""
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
-            if limit and not self._was_ready and self._clock.now() - began >= limit:
+            if limit and not self._was_ready and self._clock.now() - self._began >= limit:
                 log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
                 self.exit_code = 1
                 return
-            for event in self._inbox.drain(self._sleep_s(began)):
+            for event in self._inbox.drain(self._sleep_s()):
                 self._take(event)
 
     # -- what happened ----------------------------------------------------
@@ -169,11 +170,9 @@ class Owner:
                 for seen in events:
                     self._take_kernel(seen)
             case LeasesListed():
-                self._leases.listed(event)
-                self._leases_moved = True
+                self._peering.listed(event)
             case LeasesChanged():
-                self._leases.changed(event)
-                self._leases_moved = True
+                self._peering.changed(event)
             case OwnLease():
                 self._take_own(event)
             case ConfigSeen():
@@ -191,7 +190,7 @@ class Owner:
 
     def _take_kernel(self, event: KernelEvent) -> None:
         mine = self._links.keys() | self._made
-        interface = self._interface
+        interface = self._underlay.interface
         if isinstance(event, Overflow):
             self._doubt_everything()
         elif isinstance(event, LinkSeen):
@@ -204,15 +203,19 @@ class Owner:
         elif isinstance(event, ObjectSeen):
             if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
                 self._doubt_interface()
+            if isinstance(event.target, Route) and event.index not in {link.index for link in self._links.values()}:
+                self._peering.ways_changed()
             if self._reconciler.contradicted(event):
                 self._reconciler.doubt()
 
     def _doubt_everything(self) -> None:
-        self._devices_doubted = self._interface_doubted = True
+        self._doubt_interface()
+        self._devices_doubted = True
         self._reconciler.doubt()
 
     def _doubt_interface(self) -> None:
-        self._interface_doubted = True
+        self._peering.ways_changed()
+        self._underlay.doubt()
         if self._retry_at is not None:
             self._retry_at = min(self._retry_at, self._clock.now() + HURRY_S)
 
@@ -230,16 +233,11 @@ class Owner:
     def _take_this_node(self, event: ThisNode) -> None:
         self._told = event.told
         flags = self._plan.wish
-        wish = replace(
-            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        self._underlay.follow(
+            replace(
+                flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+            )
         )
-        if wish != self._wish:
-            for public in (wish.public_ip, wish.public_ipv6):
-                if public is not None:
-                    log.info("public address %s: by the node's annotations or the flags", public)
-            self._wish = wish
-            # The interface is chosen anew, not merely looked after.
-            self._interface_families = ()
 
     def _take_config(self, event: ConfigSeen) -> None:
         if event.config is None:
@@ -297,7 +295,7 @@ class Owner:
             return
         config = self._usable_config()
         interface = self._external_interface(config)
-        if not self._leases.synced:
+        if not self._peering.leases.synced:
             raise NotYet(f"waiting for the list of leases: {self._store_problem}")
         setting = self._setting(config, interface)
         backend = self._the_backend(setting)
@@ -323,47 +321,14 @@ class Owner:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
-        known = self._interface if self._interface_families == config.families else None
-        if known is not None and not self._interface_doubted:
-            return known
-        kernel = self._kernel
-        view = HostView(kernel.links(), kernel.addresses(), sorted(kernel.routes(), key=str), kernel.lookup)
-        if known is not None and still_there(known, view):
-            self._away_since = None
-            chosen = replace(
-                known,
-                mtu_bytes=view.links[known.name].mtu_bytes or known.mtu_bytes,
-                prefixes=frozenset(a.interface.network for a in view.addresses if a.device == known.name),
-            )
-        else:
-            if known is not None and self._may_come_back(known, view):
-                self._interface_doubted = True
-                return known
-            chosen = choose(self._wish, config.families, view)
-            self._away_since = None
-        self._interface_doubted = False
-        if chosen != known:
-            log.info("external interface: %s", chosen)
-            if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
-                self._manager.underlay_changed()
-        self._interface, self._interface_families = chosen, config.families
-        self._addresses = frozenset(view.addresses)
+        known = self._underlay.interface
+        chosen = self._underlay.current(config)
+        if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
+            self._manager.underlay_changed()
         return chosen
-
-    def _may_come_back(self, known: ExternalInterface, view: HostView) -> bool:
-        """Whether to wait a little: an address that is back within the settling time was never away."""
-        link = view.links.get(known.name)
-        if link is None or link.index != known.index:
-            return False
-        if self._away_since is None:
-            self._away_since = self._clock.now()
-            log.warning("the address of %s is gone; waiting %g s for it to come back", known.name, SETTLE_S)
-        return self._clock.now() - self._away_since < SETTLE_S
 
     def _setting(self, config: NetworkConfig, interface: ExternalInterface) -> Setting:
         networks: set[IPNetwork] = set()
@@ -377,7 +342,6 @@ class Owner:
             self._backend = load_backend(setting)
             self._backend_of = setting
             self._devices_doubted = True
-            self._leases_moved = True
         return self._backend
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
@@ -398,53 +362,49 @@ class Owner:
         if self._told is not None:
             return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
-        for lease in self._leases.all():
+        for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
                 return backend.device_macs(lease.attrs)
         return {}
 
     def _ask(self, attrs: LeaseAttrs, config: NetworkConfig) -> None:
-        local: frozenset[IPAddress] = frozenset(a.interface.ip for a in self._addresses if a.scope != "host")
-        request = LeaseRequest(attrs, config, self._previous, local)
+        previous = self._previous if self._previous != Subnets() else None
+        request = LeaseRequest(attrs, config, previous, self._underlay.addresses)
         asked = self._asked
         if asked is None or (asked.attrs, asked.config) != (attrs, config):
             self._asked = request
             self._manager.want(request)
 
     def _converge(self, backend: Backend, setting: Setting, own: Subnets) -> None:
-        if not (self._leases_moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
+        if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._compare_at:
             return
-        desired = self._desired(backend, setting, own)
-        outcome = self._reconciler.converge(desired)
-        self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
-        self._leases_moved = False
+        looked = self._reconciler.doubtful
+        outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
+        if self._plan.vtep_filter:
+            self._ask_for_filter(setting.interface)
+        if looked:
+            self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
         self._converged_for = (setting, own)
-        self._problems = outcome.problems
+        self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
 
-    def _desired(self, backend: Backend, setting: Setting, own: Subnets) -> DesiredState:
-        interface = setting.interface
-        announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
-        admission = admit(
-            self._leases.all(),
-            own=own,
-            own_public=announced,
-            config=setting.config,
-            underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
-        )
-        desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
-        refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
-        return replace(desired, problems=desired.problems + refused)
+    def _ask_for_filter(self, interface: ExternalInterface) -> None:
+        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
+        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
+        if wanted != self._filter or not self._filter_asked:
+            self._filter, self._filter_asked = wanted, True
+            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
-        if self._cleaned_for == setting:
+        if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
         wanted = frozenset(self._links)
@@ -473,6 +433,10 @@ class Owner:
             forward=self._plan.forward_rules,
             random_fully=self._plan.random_fully,
             previous=tuple(earlier),
+            masq_exclude=self._plan.masq_exclude,
+            nftables=config.enable_nftables,
+            chain_prefix=self._plan.chain_prefix,
+            table_prefix=self._plan.table_prefix,
         )
         if policy != self._policy:
             self._policy = policy
@@ -526,7 +490,8 @@ class Owner:
 
     def _is_ready(self, own: Lease) -> None:
         problems = len(self._problems)
-        others = sum(lease.subnets != own.subnets for lease in self._leases.all())
+        leases = self._peering.leases
+        others = len(leases) - (own.subnets in leases)
         status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
@@ -534,7 +499,7 @@ class Owner:
             status += f"; {self._store_problem}"
         if not self._health.ready:
             log.info("ready: %s", status)
-        self._health.ready, self._health.reason = True, ""
+        self._health.ready, self._health.reason = True, self._store_problem
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
@@ -551,26 +516,21 @@ class Owner:
         if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
-    def _sleep_s(self, began: float) -> float:
+    def _sleep_s(self) -> float:
         now = self._clock.now()
         ends = [now + TICK_S, self._next_resync]
         if self._retry_at is not None:
             ends.append(self._retry_at)
-        if self._away_since is not None:
-            ends.append(self._away_since + SETTLE_S)
+        if self._underlay.settled_at is not None and self._underlay.settled_at > now:
+            ends.append(self._underlay.settled_at)
         if not self._health.ready and now < self._waiting_since + NEWS_S:
             ends.append(self._waiting_since + NEWS_S)
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
-        if (self._reconciler.doubtful or self._leases_moved) and self._converged_for is not None:
+        if self._reconciler.doubtful and self._converged_for is not None:
             ends.append(self._compare_at)
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:
-            ends.append(began + self._plan.startup_timeout_s)
+            ends.append(self._began + self._plan.startup_timeout_s)
         return max(0.0, min(ends) - now)
-
-
-def _on_link(address: IPAddress, interface: ExternalInterface) -> bool:
-    """Whether a peer sits on the external interface's own segment."""
-    return any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)

@@ -18,11 +18,13 @@ from subnet.model import IPAddress, Lease, LeaseAttrs, NetworkConfig, Subnets
 class ConfigSeen:
     """The network config as it is now: usable, or the reason why it is not.
 
-    Posted when it is first read and whenever it changes.
+    Posted when it is first read and whenever it changes. ``text`` is the JSON
+    that a usable one was read from.
     """
 
     config: NetworkConfig | None
     problem: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class LeasesListed:
 
     leases: tuple[Lease, ...]
     revision: int
+    complete: bool = True
+    """False for a list from memory: it tells of leases that exist, not of what is gone."""
 
 
 @dataclass(frozen=True, slots=True)

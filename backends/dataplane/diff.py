@@ -19,6 +19,7 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    blackhole,
 )
 from subnet.model import IPNetwork
 
@@ -45,8 +46,11 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
 
     On our own devices: all but the kernel's own. On the external interface,
     strictly inside the cluster's networks: those with our protocol number, and
-    gateway routes with protocol boot, which Go flannel leaves behind.
+    gateway routes with protocol boot, which Go flannel leaves behind. Without a
+    device, in the same place: what ``blackhole`` makes.
     """
+    if route == blackhole(route.destination):
+        return _inside(route.destination, desired.networks)
     if route.type != "unicast" or route.protocol == PROTO_KERNEL:
         return False
     if route.device in desired.devices:
@@ -71,20 +75,31 @@ def _surplus(observed: Iterable[_T], wanted: frozenset[_T], put: Iterable[_T]) -
     return (target for target in observed if target not in wanted and target.key not in replaced)
 
 
+def _missing(wanted: frozenset[_T], observed: frozenset[_T], desired: DesiredState) -> frozenset[_T]:
+    """Objects to put: not there and, where nothing may be replaced, nothing else in their place."""
+    missing = wanted - observed
+    if not desired.additive:
+        return missing
+    held = {one.key for one in observed}
+    return frozenset(target for target in missing if target.key not in held)
+
+
 def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     """Return the changes that turn ``observed`` into ``desired``.
 
     Additions go address, neighbour, FDB entry, route, so that a route never
     points at an unknown VTEP; removals follow in reverse order, after the
     additions, so that what moves is not interrupted. A put replaces what the
-    kernel holds under the same key.
+    kernel holds under the same key. An additive state only fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
-    addresses = desired.addresses - observed.addresses
-    neighbours = desired.neighbours - observed.neighbours
-    fdb = desired.fdb - observed.fdb
-    routes = wanted_routes - observed.routes
+    addresses = _missing(desired.addresses, observed.addresses, desired)
+    neighbours = _missing(desired.neighbours, observed.neighbours, desired)
+    fdb = _missing(desired.fdb, observed.fdb, desired)
+    routes = _missing(wanted_routes, observed.routes, desired)
     puts: list[KernelObject] = [*_sorted(addresses), *_sorted(neighbours), *_sorted(fdb), *_sorted(routes)]
+    if desired.additive:
+        return tuple(Change("put", target) for target in puts)
 
     wanted_neighbours = {n.key for n in desired.neighbours}
     deletes: list[KernelObject] = [
@@ -101,7 +116,7 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
 
 
 def _sorted(targets: Iterable[_T]) -> list[_T]:
-    return sorted(targets, key=str)
+    return sorted(targets, key=lambda target: target.key)
 
 
 def _after(same_key: list[_T], target: _T, put: bool) -> list[_T]:

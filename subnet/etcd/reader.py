@@ -170,7 +170,7 @@ class Reader:
             self._no_config(str(e))
             return
         self._reporter.solved("config", f"network config at {self.layout.config} is usable now")
-        self.post(ConfigSeen(config))
+        self.post(ConfigSeen(config, text=value.decode(errors="replace")))
 
     def _no_config(self, problem: str) -> None:
         self._reporter.problem("config", problem)

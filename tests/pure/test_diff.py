@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 
 import pytest
@@ -18,6 +19,7 @@ from backends.dataplane.model import (
     ObservedState,
     Route,
     Vxlan,
+    blackhole,
 )
 
 pytestmark = pytest.mark.pure
@@ -84,6 +86,21 @@ def test_applying_the_difference_gives_the_desired_state(observed: ObservedState
     assert desired.neighbours == held.neighbours
     assert desired.fdb == held.fdb
     assert desired.routes - blocked_routes(held, desired).keys() <= held.routes
+
+
+@given(observed_states, desired_states)
+def test_additive_state_fills_gaps_and_touches_nothing_else(observed: ObservedState, desired: DesiredState) -> None:
+    desired = replace(desired, additive=True)
+    held = apply_changes(observed, diff(observed, desired))
+    assert diff(held, desired) == ()
+    for before, after, wanted in (
+        (observed.addresses, held.addresses, desired.addresses),
+        (observed.neighbours, held.neighbours, desired.neighbours),
+        (observed.fdb, held.fdb, desired.fdb),
+        (observed.routes, held.routes, desired.routes - blocked_routes(observed, desired).keys()),
+    ):
+        assert before <= after <= before | wanted
+        assert {one.key for one in wanted} <= {one.key for one in after}
 
 
 @given(observed_states, desired_states)
@@ -205,3 +222,39 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.8", ip_interface("10.5.1.0/32")),
     ]
     assert leftover_links(links, held, _desired()) == ("flannel.2",)
+
+
+OWN = ip_network("10.5.7.0/24")
+
+
+def test_L49_a_blackhole_coexists_with_a_connected_network() -> None:
+    connected = _route("10.5.7.0/24", "cni0", protocol=PROTO_KERNEL)
+    desired = _desired(routes=frozenset({blackhole(OWN)}))
+    (change,) = diff(ObservedState(routes=frozenset({connected})), desired)
+    assert (change.verb, change.target) == ("put", blackhole(OWN))
+    assert blocked_routes(ObservedState(routes=frozenset({connected})), desired) == {}
+    assert blackhole(OWN).key != connected.key
+
+
+@pytest.mark.parametrize(
+    ("route", "goes"),
+    [
+        (blackhole(OWN), True),
+        (blackhole(ip_network("10.6.7.0/24")), False),
+        (replace(blackhole(OWN), metric=None), False),
+        (replace(blackhole(OWN), protocol=3), False),
+        (replace(blackhole(OWN), type="unreachable"), False),
+        (blackhole(NETWORK), False),
+    ],
+    ids=["ours", "another network", "another metric", "another protocol", "another type", "the whole network"],
+)
+def test_L49_only_a_blackhole_of_ours_is_removed(route: Route, goes: bool) -> None:
+    changes = diff(ObservedState(routes=frozenset({route})), _desired())
+    assert [change.target for change in changes] == ([route] if goes else [])
+
+
+def test_L49_the_old_blackhole_goes_after_the_new_one_came() -> None:
+    new = blackhole(ip_network("10.5.8.0/24"))
+    observed = ObservedState(routes=frozenset({blackhole(OWN)}))
+    changes = diff(observed, _desired(routes=frozenset({new})))
+    assert [(c.verb, c.target) for c in changes] == [("put", new), ("delete", blackhole(OWN))]

@@ -52,8 +52,15 @@ OWN_DEFAULTS = {
     "startup-timeout": 0,
     "resync-period": 60,
     "on-lease-lost": "reacquire",
+    "state-file": "",
+    "offline-start": False,
     "tunnel-checksum-offload": True,
     "vtep-filter": False,
+    "ip-masq-exclude": "",
+    "chain-prefix": "FLANNEL",
+    "table-prefix": "flannel",
+    "manage-sysctls": False,
+    "cleanup-on-exit": False,
 }
 BY_NAME = {flag.name: flag for flag in FLAGS.values()}
 
@@ -199,7 +206,10 @@ def test_a_value_means_the_same_by_flag_and_by_variable(data: st.DataObject) -> 
         (["--etcd-certfile=/nonexistent.crt", "--etcd-keyfile=/nonexistent.key"], "/nonexistent.key"),
         (["--kubeconfig-file=/nonexistent.conf"], "--kubeconfig-file: cannot read '/nonexistent.conf'"),
         (["--kube-annotation-prefix=a/b/c"], "--kube-annotation-prefix: 'a/b/c' must be"),
-        (["--ip-blackhole-route"], "--ip-blackhole-route: the blackhole route is not available in this version"),
+        (["--ip-masq-exclude=10.8.0.1/16"], "--ip-masq-exclude: '10.8.0.1/16' is no network"),
+        (["--chain-prefix=A B"], "--chain-prefix: 'A B'"),
+        (["--chain-prefix=FLANNEL-OF-THE-RED-CLUSTER"], "20 characters at most"),
+        (["--table-prefix="], "--table-prefix: ''"),
     ],
 )
 def test_what_waiting_cannot_cure_is_refused(argv: list[str], words: str) -> None:
@@ -250,7 +260,7 @@ def test_the_last_of_several_values_counts_but_each_is_checked() -> None:
 
 
 def test_a_switch_that_is_off_is_available() -> None:
-    assert options("--ip-blackhole-route=false") == Options()
+    assert options("--kube-subnet-mgr=false") == Options()
 
 
 def test_flags_of_kubernetes_mode_are_taken(tmp_path: Path) -> None:
@@ -302,6 +312,8 @@ def test_description_is_the_command_line() -> None:
         "--public-ip=192.0.2.1",
         "--subnet-lease-renew-margin=90",
         "--ip-masq=true",
+        "--ip-masq-exclude=10.8.0.0/16",
+        "--ip-masq-exclude=fc00:8::/48",
         "--iptables-forward-rules=false",
         "--v=2",
     ]
@@ -332,3 +344,19 @@ def test_usage_has_every_flag_in_its_group() -> None:
         text.index("etcd:\n") < text.index("--etcd-prefix") < text.index("Kubernetes:\n") < text.index("--kube-api-url")
     )
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "directory", "expected"),
+    [
+        ([], None, ""),
+        (["--offline-start"], None, "/var/lib/flannel/state.json"),
+        ([], "/var/lib/flannel", "/var/lib/flannel/state.json"),
+        (["--offline-start"], "/srv/one:/srv/two", "/srv/one/state.json"),
+        (["--state-file=/srv/x"], "/var/lib/flannel", "/srv/x"),
+        (["--state-file=/srv/x", "--offline-start"], None, "/srv/x"),
+    ],
+)
+def test_place_of_the_state_file(argv: list[str], directory: str | None, expected: str) -> None:
+    environ = {} if directory is None else {"STATE_DIRECTORY": directory}
+    assert options(*argv, environ=environ).state_file == expected

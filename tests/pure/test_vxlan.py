@@ -125,14 +125,6 @@ def test_unusable_data_costs_only_that_peer(data: Any) -> None:
     assert bad.key in text
 
 
-def test_of_two_peers_with_one_mac_the_older_is_kept() -> None:
-    newer = _peer(2, mac="02:00:00:00:00:33", revision=9)
-    older = _peer(3, mac="02:00:00:00:00:33", revision=4)
-    desired = _backend().desired(OWN, [newer, older], _never)
-    assert {r.destination for r in desired.routes} == {ip_network("10.5.3.0/24")}
-    assert newer.key in desired.problems[0][1]
-
-
 @given(st.permutations([_peer(n, revision=n) for n in range(2, 9)]))
 def test_V21_state_is_a_function_of_the_leases_not_of_their_order(peers: list[Lease]) -> None:
     backend = _backend()
