@@ -82,6 +82,9 @@ class VxlanBackend:
         for family in setting.config.families:
             if setting.interface.local(family) is None:
                 raise ConfigError(f"{setting.interface.name} has no IPv{family} address, which the config enables")
+        wish, underlay = self._options.mtu_bytes, setting.interface.mtu_bytes
+        if wish > underlay:
+            log.warning("Backend.MTU %d is more than %s carries; %d is used", wish, setting.interface.name, underlay)
 
     def _name(self, family: Family) -> str:
         return device_name(family, self._options.vni)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
+from backends.api import CLOSE_WITHIN_S
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
@@ -35,7 +36,7 @@ from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
 
-END_WITHIN_S = 1.5
+END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 """Time the threads get to unwind after a signal; then the process ends without them."""
 
 
@@ -54,7 +55,7 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _manager(options, clock, os.environ)
+    manager = _remembered(_manager(options, clock, os.environ), options, clock)
     traffic = TrafficKeeper(
         clock,
         options.iptables_resync_s,
@@ -123,11 +124,7 @@ def _leave(code: int) -> None:
 
 
 def _manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
-    if options.kube_subnet_mgr:
-        manager, datastore = _kube_manager(options, clock, environ), f"kubernetes {options.kube_annotation_prefix}"
-    else:
-        manager, datastore = _etcd_manager(options, clock), f"etcd {join(options.etcd_prefix)}"
-    return _remembered(manager, datastore, options, clock)
+    return _kube_manager(options, clock, environ) if options.kube_subnet_mgr else _etcd_manager(options, clock)
 
 
 def _etcd_manager(options: Options, clock: Clock) -> SubnetManager:
@@ -148,6 +145,19 @@ def _etcd_manager(options: Options, clock: Clock) -> SubnetManager:
     return EtcdManager(settings, clock)
 
 
+def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        f"kube {options.kube_annotation_prefix}" if options.kube_subnet_mgr else f"etcd {join(options.etcd_prefix)}",
+        offline_start=options.offline_start,
+        check_pools=not options.kube_subnet_mgr,
+        clock=clock,
+    )
+
+
 def _kube_manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
     from subnet.kube.manager import KubeManager  # noqa: PLC0415 - loaded only where Kubernetes is used
     from subnet.kube.settings import KubeSettings, check  # noqa: PLC0415
@@ -164,19 +174,6 @@ def _kube_manager(options: Options, clock: Clock, environ: Mapping[str, str]) ->
     )
     check(settings, environ)
     return KubeManager(settings, clock)
-
-
-def _remembered(manager: SubnetManager, datastore: str, options: Options, clock: Clock) -> SubnetManager:
-    if not options.state_file:
-        return manager
-    return CachedManager(
-        manager,
-        Path(options.state_file),
-        datastore,
-        offline_start=options.offline_start,
-        check_pools=not options.kube_subnet_mgr,
-        clock=clock,
-    )
 
 
 def _plan(options: Options) -> Plan:

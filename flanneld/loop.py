@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends import load_backend
-from backends.api import Backend, ExternalInterface, Setting
-from backends.dataplane.devices import DEFAULT_PORT, DeviceKeeper
-from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link, Route
+from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
+from backends.dataplane.devices import DeviceKeeper
+from backends.dataplane.diff import foreign_addresses, leftover_links
+from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
-from flanneld.inbox import Event, Inbox, KernelEvents
+from flanneld.inbox import Event, Inbox, KernelEvents, Wake
 from flanneld.liveconfig import restart_reason
 from flanneld.peering import Peering
 from flanneld.systemd import Notifier
@@ -105,6 +105,7 @@ class Owner:
         self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
+        self._carrier_reporter = Reporter(log, clock, again_s=600)
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._underlay = Underlay(kernel, plan.wish, clock)
@@ -119,13 +120,18 @@ class Owner:
         self._own: Lease | None = None
         self._own_problem = ""
         self._fatal = ""
+        self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
         self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
-        self._backend_of: Setting | None = None
+        self._built: tuple[Setting, Backend] | None = None
         self._links: dict[str, Link] = {}
+        self._carrier: Carrier | None = None
+        self._carried: dict[str, Link] = {}
+        self._carrier_problems: Mapping[str, str] = {}
+        self._carried_for: tuple[Setting, Subnets] | None = None
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
@@ -152,6 +158,12 @@ class Owner:
 
     def run(self, stop: threading.Event) -> None:
         """Go round until told to stop, or until ``exit_code`` says why it ended."""
+        try:
+            self._go_round(stop)
+        finally:
+            self._close_carrier()
+
+    def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
@@ -189,7 +201,7 @@ class Owner:
             self._retry_at = None
 
     def _take_kernel(self, event: KernelEvent) -> None:
-        mine = self._links.keys() | self._made
+        mine = self._links.keys() | self._made | self._carried.keys()
         interface = self._underlay.interface
         if isinstance(event, Overflow):
             self._doubt_everything()
@@ -233,32 +245,51 @@ class Owner:
     def _take_this_node(self, event: ThisNode) -> None:
         self._told = event.told
         flags = self._plan.wish
-        self._underlay.follow(
-            replace(
-                flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
-            )
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
         )
+        if self._underlay.wish(wish):
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
 
     def _take_config(self, event: ConfigSeen) -> None:
-        if event.config is None:
-            self._config_problem = event.problem
+        config = event.config
+        if config is not None and config == self._config:
+            self._restart_reason = ""
+            self._reporter.solved("config", "the network config can be used again")
+            self._reporter.solved("restart", "the network config is the one in force again")
+            return
+        problem = event.problem if config is None else self._refusal(config)
+        if config is None or problem:
+            self._config_problem = problem
             if self._own is not None:
-                self._reporter.problem("config", f"{event.problem}; the earlier network config stays in force")
+                self._reporter.problem("config", f"{problem}; the earlier network config stays in force")
             else:
                 self._config = None
             return
         self._reporter.solved("config", "the network config can be used again")
-        if event.config == self._config:
+        held = self._own and self._own.subnets
+        self._restart_reason = restart_reason(self._config, config, held) if self._config and held else ""
+        if self._restart_reason:
+            self._reporter.problem("restart", f"network config changed, restart needed: {self._restart_reason}")
             return
-        reason = restart_reason(self._config, event.config) if self._config and self._own else ""
-        if reason:
-            self._reporter.problem("restart", f"network config changed, restart needed: {reason}")
-            return
-        self._reporter.solved("restart", "the network config is the one in force again")
+        self._reporter.solved("restart", "the network config asks for no restart any more")
         log.info("network config %s", "changed, followed live" if self._config else "read")
-        for warning in event.config.warnings:
+        for warning in config.warnings:
             log.warning("network config: %s", warning)
-        self._config = event.config
+        self._config = config
+
+    def _refusal(self, config: NetworkConfig) -> str:
+        """Return why no backend can be made of a config while an earlier one is in force; empty: one can."""
+        interface = self._underlay.interface
+        if self._own is None or interface is None:
+            return ""
+        try:
+            self._backend_for(self._setting(config, interface))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     # -- a round ----------------------------------------------------------
 
@@ -307,14 +338,17 @@ class Owner:
                 raise Told(self._own_problem)
             raise NotYet("waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
-        rules_problem = self._rules_problem()
-        if not rules_problem:
+        problem = self._rules_problem()
+        # Not held up by rules in trouble: peers do not wait for them.
+        carrier_problem = self._carry(backend, setting, own.subnets)
+        problem = problem or carrier_problem
+        if not problem:
             self._ensure_addresses(backend, own.subnets)
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
         self._clean_up(setting)
-        if rules_problem:
-            raise NotYet(rules_problem)
+        if problem:
+            raise NotYet(problem)
         self._is_ready(own)
 
     def _usable_config(self) -> NetworkConfig:
@@ -338,11 +372,16 @@ class Owner:
         return Setting(config, interface, frozenset(networks))
 
     def _the_backend(self, setting: Setting) -> Backend:
-        if self._backend is None or self._backend_of != setting:
-            self._backend = load_backend(setting)
-            self._backend_of = setting
+        backend = self._backend_for(setting)
+        if backend is not self._backend:
+            self._backend = backend
             self._devices_doubted = True
-        return self._backend
+        return backend
+
+    def _backend_for(self, setting: Setting) -> Backend:
+        if self._built is None or self._built[0] != setting:
+            self._built = (setting, load_backend(setting))
+        return self._built[1]
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
         if self._devices_doubted:
@@ -352,10 +391,45 @@ class Owner:
             self._made |= {spec.name for spec in specs}
             self._links = self._devices.ensure(specs)
             self._macs = {name: link.mac for name, link in self._links.items()}
-            indexes = {link.index: link.name for link in self._links.values()}
+            self._carried = self._ensure_carrier(backend)
+            indexes = {link.index: link.name for link in (*self._links.values(), *self._carried.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
+        if self._carrier is not None and (reason := self._carrier.unprepared()):
+            raise NotYet(reason)
         return backend.attrs(self._links)
+
+    def _ensure_carrier(self, backend: Backend) -> dict[str, Link]:
+        earlier = self._carrier
+        if isinstance(backend, CarryingBackend):
+            self._carrier = backend.carrier(earlier, self._wake)
+        else:
+            self._close_carrier()
+        if self._carrier is not earlier:
+            self._carried_for = None
+        return self._carrier.ensure(self._kernel) if self._carrier is not None else {}
+
+    def _close_carrier(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier, self._carrier_problems = None, {}
+
+    def _wake(self) -> None:
+        self._inbox.post(Wake())
+
+    def _carry(self, backend: Backend, setting: Setting, own: Subnets) -> str:
+        """Tell the carrier what to carry; return why packets do not flow yet, empty if they do."""
+        carrier = self._carrier
+        if carrier is None:
+            return ""
+        if self._peering.moved or self._carried_for != (setting, own):
+            carrier.carry(own, self._peering.peers(backend, setting, own))
+            self._carried_for = (setting, own)
+        self._carrier_problems = carrier.problems()
+        for topic, text in self._carrier_problems.items():
+            self._carrier_reporter.problem(topic, text)
+        self._carrier_reporter.forget_except(self._carrier_problems)
+        return carrier.unready()
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
@@ -396,7 +470,8 @@ class Owner:
 
     def _ask_for_filter(self, interface: ExternalInterface) -> None:
         """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        ports = {link.vxlan.port or DEFAULT_PORT for link in self._links.values() if link.vxlan is not None}
+        tunnels = (link.tunnel for link in self._links.values())
+        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
         wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
         if wanted != self._filter or not self._filter_asked:
             self._filter, self._filter_asked = wanted, True
@@ -413,6 +488,8 @@ class Owner:
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for address in foreign_addresses(addresses, desired):
+            log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
 
@@ -489,12 +566,13 @@ class Owner:
     # -- what others are told ---------------------------------------------
 
     def _is_ready(self, own: Lease) -> None:
-        problems = len(self._problems)
-        leases = self._peering.leases
-        others = len(leases) - (own.subnets in leases)
+        problems = len(self._problems.keys() | self._carrier_problems.keys())
+        others = len(self._peering.leases) - (own.subnets in self._peering.leases)
         status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
+        if self._restart_reason:
+            status += f"; restart needed: {self._restart_reason}"
         if self._store_problem:
             status += f"; {self._store_problem}"
         if not self._health.ready:

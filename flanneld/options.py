@@ -306,9 +306,6 @@ FLAGS: Mapping[str, Flag] = {f.name: f.metadata["flag"] for f in fields(Options)
 VERSION = "version"
 _KINDS: dict[str, goflags.Kind] = {VERSION: "bool", **{flag.name: flag.kind for flag in FLAGS.values()}}
 
-NOT_YET: Mapping[str, str] = {}
-"""Fields of switches that this version knows but cannot follow, and what they ask for."""
-
 
 @dataclass(frozen=True, slots=True)
 class ShowHelp:
@@ -357,8 +354,6 @@ def _read(field_name: str, source: str, values: Sequence[goflags.Value]) -> Any:
         found = tuple(flag.read(goflags.parse_value(flag.kind, v) if isinstance(v, str) else v) for v in values)
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from error
-    if found[-1] and field_name in NOT_YET:
-        raise UsageError(f"{source}: {NOT_YET[field_name]} is not available in this version")
     return found if flag.repeatable else found[-1]
 
 

@@ -30,19 +30,16 @@ class Underlay:
         self.addresses: frozenset[IPAddress] = frozenset()
         """Addresses of the whole host, loopback ones left out."""
 
+    def wish(self, wish: Wish) -> bool:
+        """Choose by this wish from now on; returns whether it is another one."""
+        if wish == self._wish:
+            return False
+        self._wish, self._families = wish, ()
+        return True
+
     def doubt(self) -> None:
         """Look at the host again before the interface is next used."""
         self._doubted = True
-
-    def follow(self, wish: Wish) -> None:
-        """Choose by another wish from now on; the interface in use is kept only if that leads to it."""
-        if wish == self._wish:
-            return
-        for address in (wish.public_ip, wish.public_ipv6):
-            if address not in (None, self._wish.public_ip, self._wish.public_ipv6):
-                log.info("public address %s, by an annotation of the node", address)
-        self._wish = wish
-        self._families = ()
 
     @property
     def settled_at(self) -> float | None:

@@ -39,11 +39,11 @@ class LeaseSet:
         self._sorted = None
         self.synced, self.complete = True, event.complete
 
-    def __contains__(self, subnets: Subnets) -> bool:
-        return subnets in self._leases
-
     def __len__(self) -> int:
         return len(self._leases)
+
+    def __contains__(self, subnets: object) -> bool:
+        return subnets in self._leases
 
     def changed(self, event: LeasesChanged) -> bool:
         """Apply changes in their order; those that the last list already holds are passed over.

@@ -24,7 +24,7 @@ from backends.dataplane.model import (
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
-TUNNEL_NAME = re.compile(r"flannel(-v6)?\.\d+$")
+TUNNEL_NAME = re.compile(r"flannel(-v6)?\.(\d+|ipip)$")
 
 
 def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
@@ -39,6 +39,15 @@ def _stale_address(address: Address, desired: DesiredState) -> bool:
     if address.device not in desired.devices or address.scope == "link":
         return False
     return address.family == 6 or any(address.interface.ip in network for network in desired.networks)
+
+
+def foreign_addresses(addresses: Iterable[Address], desired: DesiredState) -> tuple[Address, ...]:
+    """Addresses outside the networks that somebody gave our devices (a DHCP client, say); they are left alone."""
+    return tuple(
+        _sorted(
+            a for a in addresses if a.device in desired.devices and a.scope != "link" and not _stale_address(a, desired)
+        )
+    )
 
 
 def owned_route(route: Route, desired: DesiredState) -> bool:
@@ -157,6 +166,6 @@ def leftover_links(links: Mapping[str, Link], addresses: Iterable[Address], desi
         sorted(
             name
             for name, link in links.items()
-            if name not in desired.devices and link.kind == "vxlan" and TUNNEL_NAME.match(name) and name in held
+            if name not in desired.devices and link.tunnel is not None and TUNNEL_NAME.match(name) and name in held
         )
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Interface, IPv6Interface
-from typing import Literal, TypeAlias
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface
+from typing import ClassVar, Literal, TypeAlias
 
 from subnet.model import Family, IPAddress, IPNetwork
 
@@ -20,6 +20,9 @@ PROTO_BOOT = 3
 PROTO_FLANNEL = 142
 """Route protocol numbers (rtnetlink(7)); 142 marks our routes on devices that are not ours."""
 
+DEFAULT_PORT = 8472
+"""The kernel's VXLAN port when none is asked for; older than IANA's 4789."""
+
 METRIC: Mapping[Family, int] = {4: 0, 6: 1024}
 """Metric the kernel gives a route that was added without one."""
 
@@ -27,6 +30,8 @@ METRIC: Mapping[Family, int] = {4: 0, 6: 1024}
 @dataclass(frozen=True, slots=True)
 class Vxlan:
     """What makes a VXLAN device (ip-link(8), VXLAN Type Support). Port 0: the kernel's default, 8472."""
+
+    kind: ClassVar[str] = "vxlan"
 
     vni: int
     port: int
@@ -36,6 +41,41 @@ class Vxlan:
     gbp: bool = False
     multicast: bool = False
     l2miss: bool = False
+
+    def __str__(self) -> str:
+        return f"vxlan id {self.vni} local {self.local} port {self.port or DEFAULT_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ipip:
+    """What makes an IPv4-in-IPv4 device (RFC 2003). Without ``remote`` each packet goes to its route's gateway."""
+
+    kind: ClassVar[str] = "ipip"
+
+    local: IPv4Address | None
+    remote: IPv4Address | None = None
+
+    def __str__(self) -> str:
+        return f"ipip local {self.local} remote {self.remote or 'any'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ip6Tunnel:
+    """What makes an IPv6-in-IPv6 device (RFC 2473). ``external``: the outer addresses come from the route.
+
+    A kernel has at most one external device of this kind.
+    """
+
+    kind: ClassVar[str] = "ip6tnl"
+
+    external: bool = True
+
+    def __str__(self) -> str:
+        return f"ip6tnl mode ip6ip6{' external' if self.external else ''}"
+
+
+Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel
+"""The kinds of devices that backends make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +88,15 @@ class Link:
     mac: str
     mtu_bytes: int
     up: bool
-    vxlan: Vxlan | None = None
+    tunnel: Tunnel | None = None
+    """None for every device that no backend could have made."""
     loopback: bool = False
     point_to_point: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A device that a backend wants. ``mac`` is what peers were told, or a proposal for a new device.
+    """A device that a backend wants. ``mac`` is what peers were told, or a proposal for a new VXLAN device.
 
     ``binding``: an existing device with another MAC is given ``mac``;
     otherwise an existing device keeps its own.
@@ -63,9 +104,9 @@ class LinkSpec:
 
     name: str
     family: Family
-    vxlan: Vxlan
+    tunnel: Tunnel
     mtu_bytes: int
-    mac: str
+    mac: str = ""
     binding: bool = False
 
 
@@ -140,6 +181,17 @@ class FdbEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Encap:
+    """The outer header that a route gives its packets (ip-route(8), ``encap ip6``); its device adds it."""
+
+    source: IPv6Address
+    destination: IPv6Address
+
+    def __str__(self) -> str:
+        return f"encap ip6 src {self.source} dst {self.destination}"
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """A route of the main table. ``metric`` None: the kernel's default for the family.
 
@@ -154,6 +206,7 @@ class Route:
     metric: int | None = None
     type: str = "unicast"
     source: IPAddress | None = None
+    encap: Encap | None = None
 
     @property
     def family(self) -> Family:
@@ -176,7 +229,7 @@ class Route:
 
     def __str__(self) -> str:
         kind = "" if self.type == "unicast" else f"{self.type} "
-        via = f" via {self.gateway}" if self.gateway else ""
+        via = (f" {self.encap}" if self.encap else "") + (f" via {self.gateway}" if self.gateway else "")
         device = f" dev {self.device}" if self.device else ""
         return f"route {kind}{self.destination}{via}{device}{' onlink' if self.onlink else ''}"
 

@@ -52,6 +52,7 @@ class WantedTable:
 
     def __init__(self, base: DesiredState) -> None:
         self.base = base
+        self._shared = frozenset(objects_of(base))
         self.dirty: set[Key] = set()
         self.objects: dict[Key, KernelObject] = {}
         self._entries: dict[str, tuple[_Claim, tuple[KernelObject, ...], tuple[tuple[str, str], ...]]] = {}
@@ -69,7 +70,7 @@ class WantedTable:
 
         ``rank`` orders peers by age: revision and key of the lease.
         """
-        entries = tuple(t for t in objects_of(state) if not isinstance(t, Address))
+        entries = tuple(t for t in objects_of(state) if t not in self._shared and not isinstance(t, Address))
         claim = _Claim(rank, name)
         if self._entries.get(name) == (claim, entries, state.problems):
             return

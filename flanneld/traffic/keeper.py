@@ -140,7 +140,7 @@ class TrafficKeeper:
             self._settle(policy)
         except (RuleError, KernelError) as e:
             self._reporter.problem("rules", f"traffic rules: {e}; trying again")
-            self._tell(TrafficState(policy, False, f"traffic rules: {e}"))
+            self._tell(TrafficState(policy, False, str(e)))
             # Only time helps: another program that fights for the rules must not set the pace.
             return self._retry.next_s(), False
         self._retry.reset()

@@ -15,7 +15,8 @@ from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
-_ABSENT = "No such file or directory"
+_ABSENT = ("No such file or directory", "Protocol not supported", "Operation not supported")
+"""Why there is no such table; the latter two on a kernel without nf_tables."""
 UNREADABLE: dict[str, object] = {"nftables": [{"unreadable": {}}]}
 """Stands for a listing that is no JSON: a table with something in it that is not ours."""
 
@@ -32,7 +33,7 @@ class Nft:
     def list_table(self, family: str, table: str) -> dict[str, object] | None:
         """Return the listing of a table, None if there is none. Raises RuleError."""
         done = self._runner.run([self._path, "-j", "list", "table", family, table])
-        if done.rc and _ABSENT in done.err:
+        if done.rc and any(reason in done.err for reason in _ABSENT):
             return None
         if done.rc:
             raise RuleError(f"nft list table {family} {table} failed ({done.rc}): {' '.join(done.err.split())}")

@@ -34,7 +34,6 @@ class VtepGuard:
             raise RuleError("the VXLAN port cannot be filtered: --vtep-filter needs nft, which is not installed")
         if wanted is None:
             self._remove()
-            self._removed, self._settled = True, None
             return
         self._removed = False
         before = self._generation()
@@ -52,10 +51,15 @@ class VtepGuard:
             self._generations = None
 
     def _remove(self) -> None:
+        """Try once: who does not want the filter must not wait for it."""
+        self._removed, self._settled = True, None
         nft = Nft(self._runner)
-        if nft.list_table("inet", self.table) is not None:
-            nft.apply(f"delete table inet {self.table}\n")
-            log.info("nft table inet %s removed: the VXLAN port is open to everybody", self.table)
+        try:
+            if nft.list_table("inet", self.table) is not None:
+                nft.apply(f"delete table inet {self.table}\n")
+                log.info("nft table inet %s removed: the VXLAN port is open to everybody", self.table)
+        except RuleError as e:
+            log.warning("nft table inet %s of an earlier run may be left: %s", self.table, e)
 
     def _correct(self, wanted: VtepFilter) -> int:
         """Return how many transactions were needed."""

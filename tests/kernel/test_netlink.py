@@ -89,18 +89,18 @@ def test_device_is_the_documented_one(host: Namespace, kernel: NetlinkKernel) ->
 
 def test_gbp_and_learning_and_port_are_what_was_asked_for(host: Namespace, kernel: NetlinkKernel) -> None:
     spec = _spec(kernel, learning=True, gbp=True)
-    kernel.create_link(
-        LinkSpec(spec.name, 4, Vxlan(7, 8473, spec.vxlan.local, spec.vxlan.lower_index, True, True), 1350, MAC)
-    )
+    lower = kernel.links()["eth0"].index
+    local = ip_address("192.0.2.1")
+    kernel.create_link(LinkSpec(spec.name, 4, Vxlan(7, 8473, local, lower, True, True), 1350, MAC))
     (shown,) = host.ip_json(f"-d link show dev {DEVICE}")
     info = shown["linkinfo"]["info_data"]
     assert (info["id"], info["port"], info["learning"], info["gbp"], shown["mtu"]) == (7, 8473, True, True, 1350)
     link = kernel.links()[DEVICE]
-    assert link.vxlan == Vxlan(7, 8473, ip_address("192.0.2.1"), spec.vxlan.lower_index, True, True)
+    assert link.tunnel == Vxlan(7, 8473, local, lower, True, True)
     kernel.set_link(DEVICE, learning=False, mtu_bytes=1300, mac="02:00:00:00:00:77")
     link = kernel.links()[DEVICE]
-    assert link.vxlan is not None
-    assert (link.vxlan.learning, link.mtu_bytes, link.mac) == (False, 1300, "02:00:00:00:00:77")
+    assert isinstance(link.tunnel, Vxlan)
+    assert (link.tunnel.learning, link.mtu_bytes, link.mac) == (False, 1300, "02:00:00:00:00:77")
 
 
 def test_desired_state_reads_back_with_other_tools(host: Namespace, kernel: NetlinkKernel) -> None:

@@ -126,10 +126,9 @@ def test_everything_is_passed_on_in_order(make: Make) -> None:
         DOWN, StoreState(True), seen(), LeasesListed((lease(2),), 5), OwnLease(OWN), LeasesChanged((lease(3),), 6), DOWN
     ]  # fmt: skip
     assert site.hear(*events) == events
-    site.manager.ready()
     site.manager.underlay_changed()
     site.manager.close()
-    assert site.inner.calls == ["ready", "underlay_changed", "close"]
+    assert site.inner.calls == ["underlay_changed", "close"]
     assert site.want() == []
     assert site.inner.requests == [REQUEST]
 

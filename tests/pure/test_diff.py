@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.dataplane.diff import apply_changes, blocked_routes, diff, leftover_links
+from backends.dataplane.diff import apply_changes, blocked_routes, diff, foreign_addresses, leftover_links
 from backends.dataplane.model import (
     PROTO_FLANNEL,
     PROTO_KERNEL,
     Address,
     DesiredState,
     FdbEntry,
+    Ipip,
     Link,
     Neighbour,
     ObservedState,
@@ -192,11 +193,14 @@ def test_V11_stale_flannel_address_goes_and_foreign_one_stays() -> None:
     stale, foreign, wanted = (
         Address(DEVICE, ip_interface(text)) for text in ("10.5.99.0/32", "192.168.1.125/24", "10.5.1.0/32")
     )
-    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), _desired(addresses=frozenset({wanted})))
+    desired = _desired(addresses=frozenset({wanted}))
+    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), desired)
     assert [str(c) for c in changes] == [
         "address 10.5.1.0/32 dev flannel.1 added",
         "address 10.5.99.0/32 dev flannel.1 removed",
     ]
+    elsewhere = Address("eth0", ip_interface("192.168.1.126/24"))
+    assert foreign_addresses({stale, foreign, wanted, elsewhere}, desired) == (foreign,)
 
 
 def _tunnel(name: str, index: int, vni: int) -> Link:
@@ -212,6 +216,8 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             _tunnel("flannel.9", 5, 9),
             _tunnel("vxlan7", 6, 7),
             Link("flannel.8", 7, "bridge", "", 1500, True),
+            Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
+            Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
         )
     }
     held = [
@@ -220,8 +226,10 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.9", ip_interface("10.99.1.0/32")),
         Address("vxlan7", ip_interface("10.5.1.0/32")),
         Address("flannel.8", ip_interface("10.5.1.0/32")),
+        Address("flannel.ipip", ip_interface("10.5.1.0/32")),
+        Address("tunl0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel.2",)
+    assert leftover_links(links, held, _desired()) == ("flannel.2", "flannel.ipip")
 
 
 OWN = ip_network("10.5.7.0/24")

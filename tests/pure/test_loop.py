@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backends.dataplane.model import Route
+from backends.dataplane.model import Route, Vxlan
 from backends.dataplane.ports import LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
@@ -266,8 +266,8 @@ def test_S11_changed_address_is_followed_after_settling(tmp_path: Path) -> None:
     assert len(node.manager.requests) == 1
     node.play(1.1, 0.1)
     assert node.manager.requests[-1].attrs.public_ip == ip_address("192.0.2.31")
-    vxlan = node.kernel.held["flannel.1"].vxlan
-    assert vxlan is not None
+    vxlan = node.kernel.held["flannel.1"].tunnel
+    assert isinstance(vxlan, Vxlan)
     assert vxlan.local == ip_address("192.0.2.31")
     assert node.manager.reconnected == 1
     assert node.routes == {"10.5.2.0/24"}

@@ -204,12 +204,12 @@ def test_a_value_means_the_same_by_flag_and_by_variable(data: st.DataObject) -> 
         (["--etcd-endpoints=http://a/b"], "--etcd-endpoints: endpoint 'http://a/b'"),
         (["--etcd-cafile=/nonexistent.ca"], "--etcd-cafile: cannot read '/nonexistent.ca'"),
         (["--etcd-certfile=/nonexistent.crt", "--etcd-keyfile=/nonexistent.key"], "/nonexistent.key"),
-        (["--kubeconfig-file=/nonexistent.conf"], "--kubeconfig-file: cannot read '/nonexistent.conf'"),
-        (["--kube-annotation-prefix=a/b/c"], "--kube-annotation-prefix: 'a/b/c' must be"),
         (["--ip-masq-exclude=10.8.0.1/16"], "--ip-masq-exclude: '10.8.0.1/16' is no network"),
         (["--chain-prefix=A B"], "--chain-prefix: 'A B'"),
         (["--chain-prefix=FLANNEL-OF-THE-RED-CLUSTER"], "20 characters at most"),
         (["--table-prefix="], "--table-prefix: ''"),
+        (["--kubeconfig-file=/nonexistent.conf"], "--kubeconfig-file: cannot read '/nonexistent.conf'"),
+        (["--kube-annotation-prefix=a/b/c"], "--kube-annotation-prefix: 'a/b/c' must be"),
     ],
 )
 def test_what_waiting_cannot_cure_is_refused(argv: list[str], words: str) -> None:
@@ -260,7 +260,7 @@ def test_the_last_of_several_values_counts_but_each_is_checked() -> None:
 
 
 def test_a_switch_that_is_off_is_available() -> None:
-    assert options("--kube-subnet-mgr=false") == Options()
+    assert options("--kube-subnet-mgr=false", "--ip-blackhole-route=false") == Options()
 
 
 def test_flags_of_kubernetes_mode_are_taken(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ipaddress import ip_interface, ip_network
 
 from backends.dataplane.diff import apply_changes
-from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route
+from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan
 from backends.dataplane.ports import Failure
 from subnet.errors import KernelError
 from subnet.model import IPAddress
@@ -73,11 +73,15 @@ class FakeKernel:
         return Route(ip_network(target), device, gateway)
 
     def create_link(self, spec: LinkSpec) -> None:
-        if spec.vxlan.lower_index not in {link.index for link in self.held.values()}:
+        tunnel = spec.tunnel
+        if isinstance(tunnel, Vxlan):
+            lower, tunnel = tunnel.lower_index, replace(tunnel, port=tunnel.port or 8472)
+        else:
+            lower = self.held["lo"].index
+        if lower not in {link.index for link in self.held.values()}:
             raise KernelError("create", f"device {spec.name}", 19, "no such device")
         self.creations.append(spec)
-        vxlan = replace(spec.vxlan, port=spec.vxlan.port or 8472)
-        self.held[spec.name] = Link(spec.name, self._index, "vxlan", spec.mac, spec.mtu_bytes, False, vxlan)
+        self.held[spec.name] = Link(spec.name, self._index, tunnel.kind, spec.mac, spec.mtu_bytes, False, tunnel)
         self._index += 1
 
     def delete_link(self, name: str) -> None:
