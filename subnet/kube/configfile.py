@@ -78,7 +78,7 @@ class ConfigFile:
         self._reporter.solved("config", f"network config {self._path} is usable now")
         self.current = config
         self._usable.set()
-        self._tell(ConfigSeen(config))
+        self._tell(ConfigSeen(config, text=text.decode(errors="replace")))
 
     def _tell(self, seen: ConfigSeen) -> None:
         if seen.config is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from subnet.kube import client, configfile, keeper, reader
 from subnet.manager import ConfigSeen, LeasesListed, OwnLease, ThisNode
@@ -503,3 +504,24 @@ def test_close_ends_the_threads_at_once(kube: KubeApi, tmp_path: Path) -> None:
         a.manager.close()
         assert time.monotonic() - began < 1
         until(lambda: not any(t.is_alive() for t in mine), 2, "threads gone")
+
+
+def test_rights_of_the_manifest_are_those_that_are_used(
+    kube: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "OWN_POLL_WAITING_S", 0.1)
+    manifest = Path(__file__).parents[2] / "deploy" / "kube-flannel.yml"
+    role = next(made for made in yaml.safe_load_all(manifest.read_text()) if made["kind"] == "ClusterRole")
+    granted = {(res, verb) for rule in role["rules"] for res in rule["resources"] for verb in rule["verbs"]}
+
+    kube.node("n1", ["10.5.1.0/24"])
+    kube.pods["kube-flannel/ds-x"] = {"metadata": {"name": "ds-x"}, "spec": {"nodeName": "n1"}}
+    for kind in ("vxlan", "alloc"):
+        config = {**CONFIG, "Backend": {"Type": kind}}
+        with kube_node(kube, tmp_path, config, node_name="", pod_name="ds-x", pod_namespace="kube-flannel") as a:
+            a.acquire(request(config=config))
+            a.manager.ready()
+            until(lambda: kube.condition("n1"), what="condition")
+    parts = [(seen.path.split("/"), seen.verb) for seen in kube.requests]
+    used = {("pods" if "pods" in p else "nodes/status" if p[-1] == "status" else "nodes", verb) for p, verb in parts}
+    assert used == granted

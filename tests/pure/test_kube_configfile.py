@@ -8,7 +8,7 @@ import pytest
 
 from subnet.kube.configfile import ConfigFile
 from subnet.manager import ConfigSeen, StoreEvent
-from tests.support.fake_etcd import ManualClock
+from tests.support.clock import ManualClock
 
 pytestmark = pytest.mark.pure
 

@@ -16,7 +16,7 @@ from subnet.kube.records import OwnNode, decode
 from subnet.kube.settings import KubeSettings
 from subnet.manager import OwnLease, StoreEvent, ThisNode
 from subnet.model import Json, Subnets
-from tests.support.fake_etcd import ManualClock
+from tests.support.clock import ManualClock
 from tests.support.kube import PREFIX, KubeApi
 from tests.support.kube_node import DUAL, request
 
@@ -161,7 +161,7 @@ def test_K01_pod_cidr_is_waited_for_with_one_line_each_30_s(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         for _ in range(95):
             node.look()
-            node.clock.advance(1)
+            node.clock.pass_s(1)
     assert len([r for r in caplog.records if "spec.podCIDRs" in r.getMessage()]) == 4
     assert len(node.all_own()) == 1
     node.api.change("n1", cidrs=["10.5.1.0/24"])
@@ -188,7 +188,7 @@ def test_S09_K14_overwrites_are_followed_and_left_alone(node: Node, caplog: pyte
             ("203.0.113.6", "203.0.113.6"),
             (None, "192.0.2.1"),
         ):
-            node.clock.advance(1)
+            node.clock.pass_s(1)
             node.api.change("n1", {key: overwrite})
             node.look()
             assert node.told()["public-ip"] == published
@@ -214,9 +214,9 @@ def test_lost_annotations_are_restored_but_not_in_a_tight_loop(node: Node, caplo
         if node.told().get("public-ip") == "192.0.2.1":
             node.api.change("n1", {PREFIX + "public-ip": None, PREFIX + "backend-data": "{}"})
         node.look()
-        node.clock.advance(0.05)
+        node.clock.pass_s(0.05)
     assert 5 <= len(node.store.patches) - before <= 20
-    node.clock.advance(10)
+    node.clock.pass_s(10)
     node.look()
     assert node.told()["public-ip"] == "192.0.2.1"
     assert MAC in node.told()["backend-data"]
@@ -228,7 +228,7 @@ def test_annotations_of_a_family_that_was_left_are_removed() -> None:
     node.keeper.want(request(config=DUAL))
     node.look()
     assert node.told()["public-ipv6"] == "2001:db8::1"
-    node.clock.advance(100)
+    node.clock.pass_s(100)
     node.keeper.want(request())
     node.look()
     assert set(node.told()) == {"kube-subnet-manager", "backend-type", "backend-data", "public-ip"}
@@ -236,7 +236,7 @@ def test_annotations_of_a_family_that_was_left_are_removed() -> None:
 
 def test_new_attributes_are_published(node: Node) -> None:
     ready(node)
-    node.clock.advance(100)
+    node.clock.pass_s(100)
     node.keeper.want(request(mac="02:00:00:00:09:09"))
     node.look()
     assert "02:00:00:00:09:09" in node.told()["backend-data"]
@@ -247,7 +247,7 @@ def test_node_deleted_and_made_again_with_another_pod_cidr(node: Node) -> None:
     node.api.delete("n1")
     node.look()
     assert node.own().lease is None
-    node.clock.advance(5)
+    node.clock.pass_s(5)
     node.api.node("n1", ["10.5.9.0/24"])
     node.look()
     assert node.own().lease is not None
@@ -278,14 +278,14 @@ def test_condition_is_set_once_when_ready(node: Node) -> None:
 def test_condition_of_others_is_left_alone_later_on(node: Node) -> None:
     ready(node)
     node.api.patch("n1", {"status": {"conditions": [{"type": "NetworkUnavailable", "status": "True"}]}})
-    node.clock.advance(1000)
+    node.clock.pass_s(1000)
     node.look()
     assert (node.api.condition("n1") or {})["status"] == "True"
 
 
 def test_condition_that_is_gone_comes_back(node: Node) -> None:
     ready(node)
-    node.clock.advance(100)
+    node.clock.pass_s(100)
     gone = json.loads(json.dumps(node.api.nodes["n1"]))
     gone["status"]["conditions"] = []
     node.api._update(gone)
@@ -308,7 +308,7 @@ def test_failing_condition_is_tried_until_it_is_set(node: Node) -> None:
     delay_s = node.keeper.step()
     for _ in range(3):
         assert delay_s is not None
-        node.clock.advance(delay_s)
+        node.clock.pass_s(delay_s)
         delay_s = node.keeper.step()
     assert node.api.condition("n1") is not None
     assert delay_s is None
@@ -323,11 +323,11 @@ def test_K11_refused_patch_is_named_and_tried_each_30_s(node: Node, caplog: pyte
         left = len(node.store.errors)
         node.look()
         asked += left - len(node.store.errors)
-        node.clock.advance(1)
+        node.clock.pass_s(1)
     assert asked == 2
     assert "patch nodes/status n1 is forbidden to flannel" in caplog.text
     assert "forbidden" in node.own().problem
-    node.clock.advance(2)
+    node.clock.pass_s(2)
     node.look()
     assert node.own().lease is not None
 
@@ -336,10 +336,10 @@ def test_server_that_wants_to_be_left_alone(node: Node) -> None:
     node.store.errors = [Busy("429", 7.0)]
     node.keeper.want(request())
     assert node.look() == 7.0
-    node.clock.advance(6)
+    node.clock.pass_s(6)
     node.look()
     assert node.store.patches == []
-    node.clock.advance(1)
+    node.clock.pass_s(1)
     node.look()
     assert node.own().lease is not None
 
