@@ -32,7 +32,7 @@ from flanneld.traffic.rules import Pair, TrafficPolicy
 from flanneld.traffic.vtep_rules import VtepFilter
 from flanneld.underlay import Underlay
 from subnet import envfile
-from subnet.clock import Backoff, Clock
+from subnet.clock import Backoff, Clock, Throttle
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
 from subnet.manager import (
     ConfigSeen,
@@ -55,8 +55,6 @@ NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
 HURRY_S = 0.2
 """A pending retry is brought forward to this when the host changed."""
-COMPARE_SHARE = 4.0
-"""After a comparison of t seconds the next one waits for this many t, so that churn cannot eat the host."""
 
 
 class NotYet(FlannelError):
@@ -148,7 +146,8 @@ class Owner:
         self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
-        self._compare_at = self._alive_at = 0.0
+        self._comparisons = Throttle()
+        self._alive_at = 0.0
 
         self._remember_earlier_run()
 
@@ -417,14 +416,14 @@ class Owner:
         if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._comparisons.next_at():
             return
         looked = self._reconciler.doubtful
         outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
         if self._plan.vtep_filter:
             self._ask_for_filter(setting.interface)
         if looked:
-            self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
+            self._comparisons.ran(now, self._clock.now())
         self._converged_for = (setting, own)
         self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
@@ -570,7 +569,7 @@ class Owner:
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
         if self._reconciler.doubtful and self._converged_for is not None:
-            ends.append(self._compare_at)
+            ends.append(self._comparisons.next_at())
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:
