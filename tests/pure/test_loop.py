@@ -15,7 +15,8 @@ from backends.dataplane.ports import LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, KernelEvents
-from flanneld.loop import Owner, Plan
+from flanneld.loop import Owner
+from flanneld.plan import Plan
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import TrafficPolicy
 from subnet.config import parse_network_config
@@ -528,6 +529,9 @@ def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp
     node.play(0.0, 0.0)
     assert "eth0 has no IPv4 address" in node.health.reason
     assert min(node.script.sleeps) > 0.05
+    node.script.sleeps.clear()
+    node.play(node.kernel_says(Overflow()), 0.0, 0.0)
+    assert min(node.script.sleeps[1:]) > 0.05
     assert node.routes == {"10.5.2.0/24"}
 
 
