@@ -20,6 +20,7 @@ from backends.dataplane.diff import foreign_addresses, leftover_links
 from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
+from flanneld.bridges import Bridges
 from flanneld.carrying import Carrying
 from flanneld.healthz import Health
 from flanneld.inbox import Event, Inbox, KernelEvents, Wake
@@ -83,6 +84,7 @@ class Owner:
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._underlay = Underlay(kernel, plan.wish, clock)
+        self._bridges = Bridges(kernel, clock)
         self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
@@ -169,6 +171,7 @@ class Owner:
     def _take_kernel(self, event: KernelEvent) -> None:
         mine = self._links.keys() | self._made | self._carrying.links.keys()
         interface = self._underlay.interface
+        self._bridges.saw(event)
         if isinstance(event, Overflow):
             self._doubt_everything()
         elif isinstance(event, LinkSeen):
@@ -190,6 +193,7 @@ class Owner:
         self._doubt_interface()
         self._devices_doubted = True
         self._reconciler.doubt()
+        self._bridges.doubt()
 
     def _doubt_interface(self) -> None:
         self._peering.ways_changed()
@@ -316,6 +320,7 @@ class Owner:
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
         self._clean_up(setting)
+        self._bridges.look(setting.networks, own.subnets)
         if problem:
             raise NotYet(problem)
         self._is_ready(own)
@@ -461,11 +466,11 @@ class Owner:
             status += f", {problems} with problems"
         if self._restart_reason:
             status += f"; restart needed: {self._restart_reason}"
-        if self._store_problem:
-            status += f"; {self._store_problem}"
+        troubles = [trouble for trouble in (self._store_problem, *self._bridges.problems.values()) if trouble]
+        status = "; ".join([status, *troubles])
         if not self._health.ready:
             log.info("ready: %s", status)
-        self._health.ready, self._health.reason = True, self._store_problem
+        self._health.ready, self._health.reason = True, "; ".join(troubles)
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)

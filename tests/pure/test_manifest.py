@@ -54,7 +54,7 @@ def test_probes_ask_where_the_daemon_answers() -> None:
     assert {FLANNELD[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")} == {port["name"]}
 
 
-def test_configurations_are_valid() -> None:
+def test_N07_configurations_are_valid() -> None:
     data = the("ConfigMap")["data"]
     config = parse_network_config(data["net-conf.json"], "net-conf.json", check_pools=False)
     assert config.warnings == ()
@@ -103,19 +103,39 @@ def test_image_is_this_version() -> None:
     assert images == {f"flanneld:{__version__}"}
 
 
-@pytest.mark.parametrize(
-    ("overlay", "families", "nftables"),
-    [("../base", (4,), False), ("dual-stack", (4, 6), False), ("nftables", (4,), True)],
-)
-def test_overlays(overlay: str, families: tuple[int, ...], nftables: bool) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("needs kubectl to build overlays")
+OVERLAYS: dict[str, tuple[tuple[int, ...], bool, str]] = {
+    "../base": ((4,), False, "vxlan"),
+    "vxlan": ((4,), False, "vxlan"),
+    "host-gw": ((4,), False, "host-gw"),
+    "udp": ((4,), False, "udp"),
+    "wireguard": ((4,), False, "wireguard"),
+    "dual-stack": ((4, 6), False, "vxlan"),
+    "nftables": ((4,), True, "vxlan"),
+}
+
+
+def test_overlays_are_all_tested() -> None:
+    assert {path.parent.name for path in (DEPLOY / "overlays").glob("*/kustomization.yaml")} == OVERLAYS.keys() - {
+        "../base"
+    }
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to build overlays")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays(overlay: str) -> None:
     built = subprocess.run(
         ["kubectl", "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True, check=True
     )
     objects = list(yaml.safe_load_all(built.stdout))
     assert len(objects) == len(OBJECTS)
-    text = the("ConfigMap", objects)["data"]["net-conf.json"]
-    config = parse_network_config(text, overlay, check_pools=False)
-    assert (config.families, config.enable_nftables, config.warnings) == (families, nftables, ())
-    assert the("ConfigMap", objects)["data"]["cni-conf.json"] == the("ConfigMap")["data"]["cni-conf.json"]
+    data = the("ConfigMap", objects)["data"]
+    config = parse_network_config(data["net-conf.json"], overlay, check_pools=False)
+    found = config.families, config.enable_nftables, config.backend.type
+    assert found == OVERLAYS[overlay]
+    assert config.warnings == ()
+    assert data["cni-conf.json"] == the("ConfigMap")["data"]["cni-conf.json"]
+    container = the("DaemonSet", objects)["spec"]["template"]["spec"]["containers"][0]
+    context = container["securityContext"]
+    assert context.pop("privileged") is (overlay == "udp")
+    assert context == {"capabilities": {"add": ["NET_ADMIN", "NET_RAW"]}}
+    assert {**container, "securityContext": {}} == {**FLANNELD, "securityContext": {}}
