@@ -2,6 +2,7 @@
 
 VENV  := .venv
 STAMP := $(VENV)/.stamp
+BUILT := $(VENV)/.built
 BIN   := $(VENV)/bin
 LOCKS := $(wildcard requirements/*.txt)
 PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
@@ -14,11 +15,12 @@ BINDIR   ?= /usr/local/bin
 UNITDIR  ?= /etc/systemd/system
 DEFAULTS ?= /etc/default/flanneld
 
-.PHONY: help deps venv demo test lint lock bench install clean
+.PHONY: help deps venv demo test test-vm lint lock bench install clean
 
 help:
 	@echo 'make demo     build a network of namespaces and show that it works (root)'
 	@echo 'make test     run every test (root)'
+	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
 	@echo 'make bench    what the daemon costs, beside references, in about eight minutes (root)'
 	@echo 'make venv     the virtual environment alone'
@@ -30,7 +32,7 @@ help:
 deps:
 	@scripts/install-debian
 
-venv: deps $(STAMP)
+venv: deps $(STAMP) $(BUILT)
 
 # Sources are built with the pinned setuptools, not with one fetched on the side: hence build.txt first.
 $(STAMP): $(LOCKS) setup.cfg pyproject.toml | deps
@@ -40,11 +42,20 @@ $(STAMP): $(LOCKS) setup.cfg pyproject.toml | deps
 	$(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@
 
+# The native pump, again after a change of its sources; without a compiler a warning, and the pump in Python.
+$(BUILT): $(STAMP) setup.py $(wildcard backends/udp/native/*)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
 demo: venv
 	$(BIN)/flannelctl lab
 
 test: venv
 	$(BIN)/python -m pytest -q
+
+test-vm: venv
+	@scripts/install-debian vm
+	@$(BIN)/python -m tests.vm
 
 lint: venv
 	$(BIN)/ruff check
@@ -73,5 +84,5 @@ install:
 	@[ -e $(DEFAULTS) ] || install -m 644 systemd/flanneld.default $(DEFAULTS)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) backends/udp/*.so build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

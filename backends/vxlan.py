@@ -122,13 +122,16 @@ class VxlanBackend:
         )
 
     def device_macs(self, attrs: LeaseAttrs) -> dict[str, str]:
-        """The VTEP MACs in a lease value, by device name; unusable ones are left out."""
+        """The VTEP MACs in a lease value, by device name; unusable ones are left out with a warning."""
         found: dict[str, str] = {}
         for family in self._config.families:
-            try:
-                found[self._name(family)] = vtep_mac(attrs.data(family))
-            except LeaseDataError:
+            data = attrs.data(family)
+            if attrs.backend_type != TYPE or data is None:
                 continue
+            try:
+                found[self._name(family)] = vtep_mac(data)
+            except LeaseDataError as error:
+                log.warning("the MAC that peers know cannot be kept: %s", error)
         return found
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
@@ -153,14 +156,14 @@ class VxlanBackend:
         """Per peer and family: neighbour, FDB entry and on-link route, or a plain route if it is direct."""
         addresses: set[Address] = set()
         neighbours: set[Neighbour] = set()
-        fdb: dict[tuple[str, str], FdbEntry] = {}
+        fdb: set[FdbEntry] = set()
         routes: set[Route] = set()
         problems: list[tuple[str, str]] = []
         for family in self._config.families:
             device, subnet = self._name(family), own.of(family)
             if subnet is not None:
                 addresses.add(Address(device, ip_interface((subnet.network_address, subnet.max_prefixlen))))
-        for lease in sorted(peers, key=lambda peer: (peer.revision, peer.key)):
+        for lease in peers:
             if lease.attrs.backend_type != TYPE:
                 continue
             for family in self._config.families:
@@ -176,12 +179,7 @@ class VxlanBackend:
                     routes.add(Route(subnet, self._interface.name, remote, protocol=PROTO_FLANNEL))
                     continue
                 device = self._name(family)
-                entry = FdbEntry(device, mac, remote)
-                taken = fdb.setdefault((device, mac), entry)
-                if taken is not entry:
-                    text = f"lease {lease.key} skipped: VtepMAC {mac} is the one of {taken.remote}"
-                    problems.append((f"{lease.key} IPv{family}", text))
-                    continue
+                fdb.add(FdbEntry(device, mac, remote))
                 neighbours.add(Neighbour(device, subnet.network_address, mac))
                 routes.add(_tunnel_route(device, subnet))
         return DesiredState(
@@ -190,7 +188,7 @@ class VxlanBackend:
             self._networks,
             frozenset(addresses),
             frozenset(neighbours),
-            frozenset(fdb.values()),
+            frozenset(fdb),
             frozenset(routes),
             tuple(problems),
         )

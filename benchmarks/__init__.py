@@ -1,1 +1,1 @@
-"""What the daemon costs, each figure beside a reference taken in the same round."""
+"""Measurements. Only ratios within one run mean anything: variants take turns, and the machine is what it is."""

@@ -14,24 +14,30 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
+from backends.api import CLOSE_WITHIN_S
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
 from flanneld.healthz import Health, HealthServer
 from flanneld.inbox import Inbox, KernelEvents, Wake
-from flanneld.loop import Owner, Plan
+from flanneld.loop import Owner
 from flanneld.options import Options
+from flanneld.plan import Plan
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper
+from subnet.cached import CachedManager
 from subnet.clock import Clock, SystemClock
+from subnet.etcd.layout import join
 from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
 
-END_WITHIN_S = 1.5
+END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 """Time the threads get to unwind after a signal; then the process ends without them."""
 
 
@@ -50,24 +56,46 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _manager(options, clock)
-    traffic = TrafficKeeper(clock, options.iptables_resync_s)
-    owner = Owner(
-        _plan(options),
-        manager=manager,
-        traffic_want=traffic.want,
-        inbox=inbox,
-        health=health,
-        notifier=notifier,
-        clock=clock,
+    manager = _remembered(_manager(options, clock, os.environ), options, clock)
+    traffic = TrafficKeeper(
+        clock,
+        options.iptables_resync_s,
+        manage_sysctls=options.manage_sysctls,
+        cleanup_on_exit=options.cleanup_on_exit,
+        vtep_filter=options.vtep_filter,
     )
+    ended: list[int] = []
+
+    def own() -> None:
+        kernel = NetlinkKernel()
+        monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
+        monitor.start()
+        try:
+            owner = Owner(
+                _plan(options),
+                kernel=kernel,
+                manager=manager,
+                traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
+                inbox=inbox,
+                health=health,
+                notifier=notifier,
+                clock=clock,
+            )
+            owner.run(stop)
+            ended.append(owner.exit_code)
+        finally:
+            monitor.close()
+            kernel.close()
+            signals.wake()
+
     server = None
     if options.healthz_port > 0:
         server = HealthServer(str(options.healthz_ip), options.healthz_port, health, clock)
         server.start()
     manager.start(inbox.post)
     traffic.start(inbox.post)
-    thread = threading.Thread(target=_own, args=(owner, inbox, stop, signals), name="owner", daemon=True)
+    thread = threading.Thread(target=own, name="owner", daemon=True)
     thread.start()
 
     name = signals.wait()
@@ -83,7 +111,7 @@ def serve(options: Options) -> int:
     thread.join(max(0.0, deadline - time.monotonic()))
     for closing in [t for t in threading.enumerate() if t.name == "closing"]:
         closing.join(max(0.0, deadline - time.monotonic()))
-    code = 1 if crash.name else owner.exit_code
+    code = 1 if crash.name else next(iter(ended), 0)
     log.info("stopped")
     _leave(code)
     return code
@@ -96,19 +124,11 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _own(owner: Owner, inbox: Inbox, stop: threading.Event, signals: _Signals) -> None:
-    kernel = NetlinkKernel()
-    monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
-    monitor.start()
-    try:
-        owner.run(kernel, stop)
-    finally:
-        monitor.close()
-        kernel.close()
-        signals.wake()
+def _manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
+    return _kube_manager(options, clock, environ) if options.kube_subnet_mgr else _etcd_manager(options, clock)
 
 
-def _manager(options: Options, clock: Clock) -> SubnetManager:
+def _etcd_manager(options: Options, clock: Clock) -> SubnetManager:
     from subnet.etcd.manager import EtcdManager  # noqa: PLC0415 - gRPC is loaded only where etcd is used
     from subnet.etcd.settings import EtcdSettings  # noqa: PLC0415
 
@@ -126,6 +146,37 @@ def _manager(options: Options, clock: Clock) -> SubnetManager:
     return EtcdManager(settings, clock)
 
 
+def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> SubnetManager:
+    if not options.state_file:
+        return manager
+    return CachedManager(
+        manager,
+        Path(options.state_file),
+        f"kube {options.kube_annotation_prefix}" if options.kube_subnet_mgr else f"etcd {join(options.etcd_prefix)}",
+        offline_start=options.offline_start,
+        check_pools=not options.kube_subnet_mgr,
+        clock=clock,
+    )
+
+
+def _kube_manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
+    from subnet.kube.manager import KubeManager  # noqa: PLC0415 - loaded only where Kubernetes is used
+    from subnet.kube.settings import KubeSettings, check  # noqa: PLC0415
+
+    settings = KubeSettings(
+        api_url=options.kube_api_url,
+        kubeconfig_file=options.kubeconfig_file,
+        prefix=options.kube_annotation_prefix,
+        node_name=environ.get("NODE_NAME", ""),
+        pod_name=environ.get("POD_NAME", ""),
+        pod_namespace=environ.get("POD_NAMESPACE", ""),
+        net_config_path=options.net_config_path,
+        set_network_condition=options.set_node_network_unavailable,
+    )
+    check(settings, environ)
+    return KubeManager(settings, clock)
+
+
 def _plan(options: Options) -> Plan:
     return Plan(
         wish=Wish(
@@ -139,6 +190,11 @@ def _plan(options: Options) -> Plan:
         ip_masq=options.ip_masq,
         forward_rules=options.iptables_forward_rules,
         random_fully=not options.ip_masq_fully_random_disable,
+        masq_exclude=options.ip_masq_exclude,
+        chain_prefix=options.chain_prefix,
+        table_prefix=options.table_prefix,
+        blackhole=options.ip_blackhole_route,
+        vtep_filter=options.vtep_filter,
         resync_s=options.resync_period_s,
         startup_timeout_s=options.startup_timeout_s,
         tunnel_checksum_offload=options.tunnel_checksum_offload,

@@ -1,6 +1,6 @@
 """/healthz and /readyz over HTTP. Source: upstream main.go, mustRunHealthz.
 
-The texts are upstream's; ``/readyz?verbose`` adds the reason.
+The texts are upstream's; ``/readyz?verbose`` adds the reason, or what is wrong in spite of readiness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ STUCK_S = 60.0
 
 @dataclass
 class Health:
-    """What the endpoints tell; written by the owner thread, read by any."""
+    """What the endpoints tell; written by the owner thread, read by any.
+
+    ``reason`` says why the daemon is not ready or, while it is, what is wrong nevertheless.
+    """
 
     clock: Clock
     ready: bool = False
@@ -125,9 +128,8 @@ def _respond(target: str, health: Health) -> tuple[HTTPStatus, str]:
             return HTTPStatus.SERVICE_UNAVAILABLE, f"flanneld is stuck: no progress for more than {STUCK_S:.0f} s"
         return HTTPStatus.OK, "flanneld is running"
     if path == "/readyz":
+        detail = f": {health.reason}" if query == "verbose" and health.reason else ""
         if health.ready:
-            return HTTPStatus.OK, "flanneld is ready"
-        return HTTPStatus.SERVICE_UNAVAILABLE, "flanneld is not ready yet" + (
-            f": {health.reason}" if query == "verbose" else ""
-        )
+            return HTTPStatus.OK, f"flanneld is ready{detail}"
+        return HTTPStatus.SERVICE_UNAVAILABLE, f"flanneld is not ready yet{detail}"
     return HTTPStatus.NOT_FOUND, "not found"

@@ -27,8 +27,6 @@ def restart_reason(old: NetworkConfig, new: NetworkConfig, own: Subnets) -> str:
         elif before and after and before.holds(subnet) and not after.holds(subnet):
             text = f"{after.first} to {after.last}" if after.first != after.last else f"{after.first} alone"
             reasons.append(f"IPv{family} subnets are {text}, ours is {subnet}")
-    if old.enable_nftables != new.enable_nftables:
-        reasons.append(f"EnableNFTables {old.enable_nftables} -> {new.enable_nftables}")
     if old.backend.type != new.backend.type:
         reasons.append(f"Backend.Type {old.backend.type} -> {new.backend.type}")
     else:

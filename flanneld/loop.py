@@ -10,28 +10,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from ipaddress import ip_network
+from dataclasses import replace
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import foreign_addresses, leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link
+from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
-from flanneld.extiface import HostView, Wish, choose, still_there
+from flanneld.bridges import Bridges
+from flanneld.carrying import Carrying
 from flanneld.healthz import Health
-from flanneld.inbox import Event, Inbox, KernelEvents
+from flanneld.inbox import Event, Inbox, KernelEvents, Wake
 from flanneld.liveconfig import restart_reason
+from flanneld.peering import Peering
+from flanneld.plan import NotYet, Plan, Told
+from flanneld.ruling import Ruling
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
-from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.rules import TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
+from flanneld.underlay import Underlay
 from subnet import envfile
-from subnet.clock import Backoff, Clock
-from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
-from subnet.leaseset import LeaseSet, admit
+from subnet.clock import Backoff, Clock, Throttle
+from subnet.errors import ConfigError, InterfaceError, KernelError
 from subnet.manager import (
     ConfigSeen,
     LeaseRequest,
@@ -40,60 +44,48 @@ from subnet.manager import (
     OwnLease,
     StoreState,
     SubnetManager,
+    ThisNode,
 )
-from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 2.0
-"""A changed underlay address is followed only when it has stayed away for so long."""
 TICK_S = 5.0
 """Longest sleep: subnet.env is looked at so often."""
 NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
 HURRY_S = 0.2
 """A pending retry is brought forward to this when the host changed."""
-COMPARE_SHARE = 4.0
-"""After a comparison of t seconds the next one waits for this many t, so that churn cannot eat the host."""
-
-
-class NotYet(FlannelError):
-    """A step cannot be taken yet; the text is what people are told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The options that the loop acts on."""
-
-    wish: Wish
-    subnet_file: str
-    ip_masq: bool = False
-    forward_rules: bool = True
-    random_fully: bool = True
-    resync_s: float = 60.0
-    startup_timeout_s: float = 0.0
-    tunnel_checksum_offload: bool = True
 
 
 class Owner:
-    """Owns leases, devices and kernel entries. All methods but ``run`` are called from its thread."""
+    """Owns leases, devices and kernel entries. Belongs to the thread that makes it."""
 
     def __init__(
         self,
         plan: Plan,
         *,
+        kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
-        self._plan, self._manager, self._traffic_want = plan, manager, traffic_want
+        self._plan, self._kernel = plan, kernel
+        self._manager = manager
+        self._ruling = Ruling(plan, traffic_want, filter_want)
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
-        self._peer_reporter = Reporter(log, clock, again_s=600)
+        self._carrying = Carrying(kernel, clock, lambda: inbox.post(Wake()))
+        self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
+        self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
+        self._underlay = Underlay(kernel, plan.wish, clock)
+        self._bridges = Bridges(kernel, clock)
+        self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -101,26 +93,19 @@ class Owner:
 
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
-        self._leases = LeaseSet()
-        self._leases_moved = True
         self._own: Lease | None = None
-        self._own_problem = "asking for a subnet lease"
+        self._own_problem = ""
         self._fatal = ""
         self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
-        self._traffic: TrafficState | None = None
 
-        self._interface: ExternalInterface | None = None
-        self._interface_families: tuple[Family, ...] = ()
-        self._interface_doubted = True
-        self._away_since: float | None = None
+        self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
         self._built: tuple[Setting, Backend] | None = None
         self._links: dict[str, Link] = {}
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
-        self._addresses: frozenset[Address] = frozenset()
         self._asked: LeaseRequest | None = None
         self._converged_for: tuple[Setting, Subnets] | None = None
         self._cleaned_for: Setting | None = None
@@ -128,31 +113,33 @@ class Owner:
         self._problems: Mapping[str, str] = {}
         self._previous = Subnets()
         self._previous_networks = Subnets()
-        self._policy: TrafficPolicy | None = None
         self._was_ready = False
         self._waiting_since = 0.0
-        self._next_resync = 0.0
+        self._began = clock.now()
+        self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
-        self._compare_at = 0.0
+        self._comparisons = Throttle()
         self._alive_at = 0.0
 
-    def run(self, kernel: Kernel, stop: threading.Event) -> None:
-        """Go round until told to stop, or until ``exit_code`` says why it ended."""
-        self._kernel = kernel
-        self._reconciler = Reconciler(kernel, self._peer_reporter)
-        self._devices = DeviceKeeper(kernel, tx_checksum=self._plan.tunnel_checksum_offload)
         self._remember_earlier_run()
-        began = self._clock.now()
-        self._next_resync = began + self._plan.resync_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Go round until told to stop, or until ``exit_code`` says why it ended."""
+        try:
+            self._go_round(stop)
+        finally:
+            self._carrying.close()
+
+    def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
-            if limit and not self._was_ready and self._clock.now() - began >= limit:
+            if limit and not self._was_ready and self._clock.now() - self._began >= limit:
                 log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
                 self.exit_code = 1
                 return
-            for event in self._inbox.drain(self._sleep_s(began)):
+            for event in self._inbox.drain(self._sleep_s()):
                 self._take(event)
 
     # -- what happened ----------------------------------------------------
@@ -163,27 +150,28 @@ class Owner:
                 for seen in events:
                     self._take_kernel(seen)
             case LeasesListed():
-                self._leases.listed(event)
-                self._leases_moved = True
+                self._peering.listed(event)
             case LeasesChanged():
-                self._leases.changed(event)
-                self._leases_moved = True
+                self._peering.changed(event)
             case OwnLease():
                 self._take_own(event)
             case ConfigSeen():
                 self._take_config(event)
+            case ThisNode():
+                self._take_this_node(event)
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
-                self._traffic = event
+                self._ruling.heard(event)
             case _:
                 pass
         if not isinstance(event, KernelEvents):
             self._retry_at = None
 
     def _take_kernel(self, event: KernelEvent) -> None:
-        mine = self._links.keys() | self._made
-        interface = self._interface
+        mine = self._links.keys() | self._made | self._carrying.links.keys()
+        interface = self._underlay.interface
+        self._bridges.saw(event)
         if isinstance(event, Overflow):
             self._doubt_everything()
         elif isinstance(event, LinkSeen):
@@ -196,15 +184,20 @@ class Owner:
         elif isinstance(event, ObjectSeen):
             if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
                 self._doubt_interface()
+            if isinstance(event.target, Route) and event.index not in {link.index for link in self._links.values()}:
+                self._peering.ways_changed()
             if self._reconciler.contradicted(event):
                 self._reconciler.doubt()
 
     def _doubt_everything(self) -> None:
-        self._devices_doubted = self._interface_doubted = True
+        self._doubt_interface()
+        self._devices_doubted = True
         self._reconciler.doubt()
+        self._bridges.doubt()
 
     def _doubt_interface(self) -> None:
-        self._interface_doubted = True
+        self._peering.ways_changed()
+        self._underlay.doubt()
         if self._retry_at is not None:
             self._retry_at = min(self._retry_at, self._clock.now() + HURRY_S)
 
@@ -218,6 +211,17 @@ class Owner:
         elif self._own is not None:
             log.warning("%s; the data plane stays as it is meanwhile", event.problem)
         self._own_problem = event.problem
+
+    def _take_this_node(self, event: ThisNode) -> None:
+        self._told = event.told
+        flags = self._plan.wish
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        )
+        if self._underlay.wish(wish):
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
 
     def _take_config(self, event: ConfigSeen) -> None:
         config = event.config
@@ -248,10 +252,11 @@ class Owner:
 
     def _refusal(self, config: NetworkConfig) -> str:
         """Return why no backend can be made of a config while an earlier one is in force; empty: one can."""
-        if self._own is None or self._interface is None:
+        interface = self._underlay.interface
+        if self._own is None or interface is None:
             return ""
         try:
-            self._backend_for(self._setting(config, self._interface))
+            self._backend_for(self._setting(config, interface))
         except ConfigError as error:
             return str(error)
         return ""
@@ -276,7 +281,7 @@ class Owner:
         try:
             self._advance()
         except NotYet as waiting:
-            self._not_ready(str(waiting))
+            self._not_ready(str(waiting), known=isinstance(waiting, Told))
         except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
             delay_s = self._backoff.next_s()
             self._retry_at = now + delay_s
@@ -291,7 +296,7 @@ class Owner:
             return
         config = self._usable_config()
         interface = self._external_interface(config)
-        if not self._leases.synced:
+        if not self._peering.leases.synced:
             raise NotYet(f"waiting for the list of leases: {self._store_problem}")
         setting = self._setting(config, interface)
         backend = self._the_backend(setting)
@@ -299,63 +304,39 @@ class Owner:
         self._ask(attrs, config)
         own = self._own
         if own is None:
-            raise NotYet(self._own_problem or "waiting for a subnet lease")
-        self._ask_for_rules(config, own.subnets)
-        rules_problem = self._rules_problem()
-        if not rules_problem:
+            if self._own_problem:
+                raise Told(self._own_problem)
+            raise NotYet("waiting for a subnet lease")
+        self._ruling.ask(config, own.subnets, self._previous_networks, self._previous)
+        problem = self._ruling.problem()
+        if self._ruling.pending and self._converged_for is None:
+            # At the start rules come first, then subnet.env (and with it pods), then peers.
+            raise NotYet(problem)
+        # Later on, and when rules are in trouble, peers do not wait for them.
+        carrier_problem = self._carrying.carry(self._peering, backend, setting, own.subnets)
+        problem = problem or carrier_problem
+        if not problem:
             self._ensure_addresses(backend, own.subnets)
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
         self._clean_up(setting)
-        if rules_problem:
-            raise NotYet(rules_problem)
+        self._bridges.look(setting.networks, own.subnets)
+        if problem:
+            raise NotYet(problem)
         self._is_ready(own)
 
     def _usable_config(self) -> NetworkConfig:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
-        known = self._interface if self._interface_families == config.families else None
-        if known is not None and not self._interface_doubted:
-            return known
-        kernel = self._kernel
-        view = HostView(kernel.links(), kernel.addresses(), sorted(kernel.routes(), key=str), kernel.lookup)
-        if known is not None and still_there(known, view):
-            self._away_since = None
-            chosen = replace(
-                known,
-                mtu_bytes=view.links[known.name].mtu_bytes or known.mtu_bytes,
-                prefixes=frozenset(a.interface.network for a in view.addresses if a.device == known.name),
-            )
-        else:
-            if known is not None and self._may_come_back(known, view):
-                self._interface_doubted = True
-                return known
-            chosen = choose(self._plan.wish, config.families, view)
-            self._away_since = None
-        self._interface_doubted = False
-        if chosen != known:
-            log.info("external interface: %s", chosen)
-            if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
-                self._manager.underlay_changed()
-        self._interface, self._interface_families = chosen, config.families
-        self._addresses = frozenset(view.addresses)
+        known = self._underlay.interface
+        chosen = self._underlay.current(config)
+        if known is not None and (known.v4, known.v6) != (chosen.v4, chosen.v6):
+            self._manager.underlay_changed()
         return chosen
-
-    def _may_come_back(self, known: ExternalInterface, view: HostView) -> bool:
-        """Whether to wait a little: an address that is back within the settling time was never away."""
-        link = view.links.get(known.name)
-        if link is None or link.index != known.index:
-            return False
-        if self._away_since is None:
-            self._away_since = self._clock.now()
-            log.warning("the address of %s is gone; waiting %g s for it to come back", known.name, SETTLE_S)
-        return self._clock.now() - self._away_since < SETTLE_S
 
     def _setting(self, config: NetworkConfig, interface: ExternalInterface) -> Setting:
         networks: set[IPNetwork] = set()
@@ -369,7 +350,6 @@ class Owner:
         if backend is not self._backend:
             self._backend = backend
             self._devices_doubted = True
-            self._leases_moved = True
         return backend
 
     def _backend_for(self, setting: Setting) -> Backend:
@@ -385,61 +365,54 @@ class Owner:
             self._made |= {spec.name for spec in specs}
             self._links = self._devices.ensure(specs)
             self._macs = {name: link.mac for name, link in self._links.items()}
-            indexes = {link.index: link.name for link in self._links.values()}
+            self._carrying.ensure(backend)
+            indexes = {link.index: link.name for link in (*self._links.values(), *self._carrying.links.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
+        if reason := self._carrying.unprepared():
+            raise NotYet(reason)
         return backend.attrs(self._links)
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
+        if self._told is not None:
+            return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
-        for lease in self._leases.all():
+        for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
                 return backend.device_macs(lease.attrs)
         return {}
 
     def _ask(self, attrs: LeaseAttrs, config: NetworkConfig) -> None:
-        local: frozenset[IPAddress] = frozenset(a.interface.ip for a in self._addresses if a.scope != "host")
-        request = LeaseRequest(attrs, config, self._previous, local)
+        previous = self._previous if self._previous != Subnets() else None
+        request = LeaseRequest(attrs, config, previous, self._underlay.addresses)
         asked = self._asked
         if asked is None or (asked.attrs, asked.config) != (attrs, config):
             self._asked = request
             self._manager.want(request)
 
     def _converge(self, backend: Backend, setting: Setting, own: Subnets) -> None:
-        if not (self._leases_moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
+        if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._comparisons.next_at():
             return
-        desired = self._desired(backend, setting, own)
-        outcome = self._reconciler.converge(desired)
-        self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
-        self._leases_moved = False
+        looked = self._reconciler.doubtful
+        outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
+        if self._plan.vtep_filter:
+            self._ruling.ask_for_filter(setting.interface.name, self._links.values(), self._peering.public_addresses())
+        if looked:
+            self._comparisons.ran(now, self._clock.now())
         self._converged_for = (setting, own)
-        self._problems = outcome.problems
+        self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
 
-    def _desired(self, backend: Backend, setting: Setting, own: Subnets) -> DesiredState:
-        interface = setting.interface
-        announced = frozenset(a for a in (interface.public_v4, interface.public_v6) if a is not None)
-        admission = admit(
-            self._leases.all(),
-            own=own,
-            own_public=announced,
-            config=setting.config,
-            underlay=interface.prefixes | {ip_network(local) for local in (interface.v4, interface.v6) if local},
-        )
-        desired = backend.desired(own, admission.peers, lambda address: _on_link(address, interface))
-        refused = tuple((lease.key, f"lease {lease.key} skipped: {why}") for lease, why in admission.rejected)
-        return replace(desired, problems=desired.problems + refused)
-
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
-        if self._cleaned_for == setting:
+        if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
         wanted = frozenset(self._links)
@@ -452,42 +425,6 @@ class Owner:
             log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
-
-    def _ask_for_rules(self, config: NetworkConfig, own: Subnets) -> None:
-        pairs: dict[int, Pair] = {}
-        earlier: list[Pair] = []
-        for family in FAMILIES:
-            pool, subnet = config.pool(family), own.of(family)
-            if pool is not None and subnet is not None:
-                pairs[family] = Pair(pool.network, subnet)
-            network, before = self._previous_networks.of(family), self._previous.of(family)
-            if network is not None and before is not None:
-                earlier.append(Pair(network, before))
-        policy = TrafficPolicy(
-            v4=pairs.get(4),
-            v6=pairs.get(6),
-            masquerade=self._plan.ip_masq,
-            forward=self._plan.forward_rules,
-            random_fully=self._plan.random_fully,
-            previous=tuple(earlier),
-        )
-        if policy != self._policy:
-            self._policy = policy
-            self._traffic_want(policy)
-
-    def _rules_problem(self) -> str:
-        """Return why the rules are not in force; empty: they are.
-
-        At the start they are waited for: pods may come once subnet.env is
-        there, and peers after it. Later on, and when rules are in trouble,
-        peers do not wait.
-        """
-        state = self._traffic
-        if state is None or state.policy != self._policy:
-            if self._converged_for is None:
-                raise NotYet("waiting for the traffic rules")
-            return "waiting for the traffic rules"
-        return "" if state.ok else f"traffic rules: {state.problem}"
 
     def _ensure_addresses(self, backend: Backend, own: Subnets) -> None:
         """The devices' own addresses, ahead of everything else that convergence brings."""
@@ -522,51 +459,49 @@ class Owner:
     # -- what others are told ---------------------------------------------
 
     def _is_ready(self, own: Lease) -> None:
-        problems = len(self._problems)
-        status = f"subnet {own.subnets}, {max(len(self._leases.all()) - 1, 0)} other leases"
+        problems = len(self._problems.keys() | self._carrying.problems.keys())
+        others = len(self._peering.leases) - (own.subnets in self._peering.leases)
+        status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
         if self._restart_reason:
             status += f"; restart needed: {self._restart_reason}"
-        if self._store_problem:
-            status += f"; {self._store_problem}"
+        troubles = [trouble for trouble in (self._store_problem, *self._bridges.problems.values()) if trouble]
+        status = "; ".join([status, *troubles])
         if not self._health.ready:
             log.info("ready: %s", status)
-        self._health.ready, self._health.reason = True, ""
+        self._health.ready, self._health.reason = True, "; ".join(troubles)
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
+        self._manager.ready()
 
-    def _not_ready(self, reason: str) -> None:
+    def _not_ready(self, reason: str, known: bool = False) -> None:
+        """Tell everybody why; what is ``known`` from the log is not logged again."""
         now = self._clock.now()
         if self._health.ready or reason != self._health.reason:
             self._waiting_since = now
         self._health.ready, self._health.reason = False, reason
         self._notifier.status(f"not ready: {reason}")
         # What is over within a second is no news.
-        if now - self._waiting_since >= NEWS_S:
+        if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
-    def _sleep_s(self, began: float) -> float:
+    def _sleep_s(self) -> float:
         now = self._clock.now()
         ends = [now + TICK_S, self._next_resync]
         if self._retry_at is not None:
             ends.append(self._retry_at)
-        if self._away_since is not None:
-            ends.append(self._away_since + SETTLE_S)
+        if self._underlay.settled_at is not None and self._underlay.settled_at > now:
+            ends.append(self._underlay.settled_at)
         if not self._health.ready and now < self._waiting_since + NEWS_S:
             ends.append(self._waiting_since + NEWS_S)
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
-        if (self._reconciler.doubtful or self._leases_moved) and self._converged_for is not None:
-            ends.append(self._compare_at)
+        if self._reconciler.doubtful and self._comparisons.next_at() > now:
+            ends.append(self._comparisons.next_at())
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:
-            ends.append(began + self._plan.startup_timeout_s)
+            ends.append(self._began + self._plan.startup_timeout_s)
         return max(0.0, min(ends) - now)
-
-
-def _on_link(address: IPAddress, interface: ExternalInterface) -> bool:
-    """Whether a peer sits on the external interface's own segment."""
-    return any(address.version == prefix.version and address in prefix for prefix in interface.prefixes)

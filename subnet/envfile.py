@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tempfile
-from contextlib import suppress
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 from subnet.errors import FlannelError
+from subnet.files import replace_file
 from subnet.iptext import as_subnets, parse_cidr
 from subnet.model import Family, IPNetwork, NetworkConfig, Subnets
 
-_FILE_MODE, _DIRECTORY_MODE = 0o644, 0o755
+_FILE_MODE = 0o644
 _PREFIX: dict[Family, str] = {4: "FLANNEL_", 6: "FLANNEL_IPV6_"}
 _ASSIGNMENT = re.compile(
     r"""\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*=\s*
@@ -51,8 +50,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(path)
     try:
-        _make_directories(target.parent)
-        _replace(target, text)
+        replace_file(target, text.encode("ascii"), _mode(target))
     except OSError as error:
         raise EnvFileError(f"cannot write {target}: {error.strerror or error}") from error
 
@@ -71,31 +69,11 @@ def read_networks(path: str | os.PathLike[str]) -> Subnets | None:
     return _read(path, "NETWORK")
 
 
-def _make_directories(directory: Path) -> None:
-    if not directory.exists():
-        _make_directories(directory.parent)
-        with suppress(FileExistsError):
-            directory.mkdir()
-            directory.chmod(_DIRECTORY_MODE)
-
-
-def _replace(target: Path, text: str) -> None:
+def _mode(target: Path) -> int:
     try:
-        mode = stat.S_IMODE(target.stat().st_mode)
+        return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:
-        mode = _FILE_MODE
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.rename(temporary, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+        return _FILE_MODE
 
 
 def _read(path: str | os.PathLike[str], item: str) -> Subnets | None:

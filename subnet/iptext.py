@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable
 from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
@@ -13,6 +14,11 @@ _PREFIX_LEN = re.compile("0*[0-9]{1,3}")
 
 def parse_ip(text: str) -> IPAddress:
     """Return the address. Raises ValueError with the reason, leading zeros and zones included."""
+    try:
+        # inet_pton(3) has the same rules, and leases come in thousands.
+        return IPv4Address(socket.inet_pton(socket.AF_INET, text))
+    except OSError:
+        pass
     if "%" in text:
         raise ValueError("an address must not have a zone")
     try:

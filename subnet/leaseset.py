@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv4Address
+from ipaddress import IPv4Network, IPv6Network
+from typing import TypeAlias
 
 from subnet.iptext import as_subnets
 from subnet.manager import LeasesChanged, LeasesListed
@@ -13,7 +14,6 @@ from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, NetworkC
 
 LONGEST_PEER_V4, LONGEST_PEER_V6 = 30, 126
 """Longest plausible subnets of a node, as prefix lengths: the longest that a config allows."""
-_BROADCAST = IPv4Address("255.255.255.255")
 
 
 class LeaseSet:
@@ -28,20 +28,31 @@ class LeaseSet:
         self._revision = 0
         self._sorted: tuple[Lease, ...] | None = None
         self.synced = False
-        """Whether a full list has been seen; before that the set says nothing about what is gone."""
+        """Whether a list has been seen."""
+        self.complete = False
+        """Whether it came from the datastore; before that the set says nothing about what is gone."""
 
     def listed(self, event: LeasesListed) -> None:
         """Replace everything. A lower revision than before means that the store began anew."""
         self._leases = {lease.subnets: lease for lease in event.leases}
         self._revision = event.revision
         self._sorted = None
-        self.synced = True
+        self.synced, self.complete = True, event.complete
 
-    def changed(self, event: LeasesChanged) -> None:
-        """Apply changes in their order; those that the last list already holds are passed over."""
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, subnets: object) -> bool:
+        return subnets in self._leases
+
+    def changed(self, event: LeasesChanged) -> bool:
+        """Apply changes in their order; those that the last list already holds are passed over.
+
+        Returns whether they were applied.
+        """
         # A batch of the list's own revision is applied: its outcome is in the list, so it changes nothing.
         if not self.synced or event.revision < self._revision:
-            return
+            return False
         for change in event.changes:
             if isinstance(change, Lease):
                 self._leases[change.subnets] = change
@@ -49,6 +60,7 @@ class LeaseSet:
                 self._leases.pop(change, None)
         self._revision = event.revision
         self._sorted = None
+        return True
 
     def all(self) -> tuple[Lease, ...]:
         """Return the leases in the order of their subnets."""
@@ -70,6 +82,21 @@ class Admission:
     rejected: tuple[tuple[Lease, str], ...]
 
 
+def checks_for(
+    config: NetworkConfig,
+    own: Subnets | None,
+    own_public: frozenset[IPAddress],
+    underlay: Collection[IPNetwork],
+) -> tuple[Checks, ...]:
+    """Return the checks of every enabled family. See ``admit`` for the parameters."""
+    found: list[Checks] = []
+    for family in config.families:
+        pool = config.pool(family)
+        if pool is not None:
+            found.append(Checks(family, pool, None if own is None else own.of(family), own_public, underlay))
+    return tuple(found)
+
+
 def admit(
     leases: Iterable[Lease],
     *,
@@ -82,39 +109,75 @@ def admit(
 
     ``own_public`` are the addresses that this node announces, ``underlay`` the
     addresses and networks of its external interface, which no peer may cover
-    (an underlay wider than the pod network is fine). Of two peers that overlap, the one
-    written first (lower revision) is admitted.
+    (an underlay wider than the pod network is fine). Of two peers that overlap,
+    the one written first (lower revision) is admitted.
     """
     others = sorted((lease for lease in leases if lease.subnets != own), key=_order)
-    good: list[list[IPNetwork]] = [[] for _ in others]
-    reasons: list[list[str]] = [[] for _ in others]
-    for family in config.families:
-        pool = config.pool(family)
-        if pool is not None:
-            checks = _Checks(family, pool, None if own is None else own.of(family), own_public, tuple(underlay))
-            for index, verdict in checks.judge(others):
-                if isinstance(verdict, str):
-                    reasons[index].append(verdict)
-                else:
-                    good[index].append(verdict)
-    for index, lease in enumerate(others):
-        if not good[index] and not reasons[index]:
-            reasons[index].append(f"{lease.subnets}: has no subnet of an enabled address family")
+    verdicts: list[dict[Family, IPNetwork | str]] = [{} for _ in others]
+    for checks in checks_for(config, own, own_public, underlay):
+        for index, verdict in checks.judge(others):
+            verdicts[index][checks.family] = verdict
+    judged = [conclude(lease, found) for lease, found in zip(others, verdicts, strict=True)]
     return Admission(
-        tuple(replace(lease, subnets=as_subnets(nets)) for lease, nets in zip(others, good, strict=True) if nets),
-        tuple((lease, "; ".join(why)) for lease, why in zip(others, reasons, strict=True) if why),
+        tuple(peer for peer, _ in judged if peer is not None),
+        tuple((lease, why) for lease, (_, why) in zip(others, judged, strict=True) if why),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Checks:
-    """The checks of one address family."""
+def conclude(lease: Lease, verdicts: Mapping[Family, IPNetwork | str]) -> tuple[Lease | None, str]:
+    """Return the peer that is left of a lease after its families were judged, and what was refused."""
+    good = [verdict for verdict in verdicts.values() if not isinstance(verdict, str)]
+    reasons = [verdict for verdict in verdicts.values() if isinstance(verdict, str)]
+    if not verdicts:
+        reasons.append(f"{lease.subnets}: has no subnet of an enabled address family")
+    if not good:
+        return None, "; ".join(reasons)
+    subnets = as_subnets(good)
+    return lease if subnets == lease.subnets else replace(lease, subnets=subnets), "; ".join(reasons)
 
-    family: Family
-    pool: Pool
-    own: IPNetwork | None
-    own_public: frozenset[IPAddress]
-    underlay: tuple[IPNetwork, ...]
+
+_NO_HOST: Mapping[Family, tuple[IPNetwork, ...]] = {
+    4: tuple(map(IPv4Network, ("0.0.0.0/32", "127.0.0.0/8", "224.0.0.0/4", "255.255.255.255/32"))),
+    6: tuple(map(IPv6Network, ("::/128", "::1/128", "ff00::/8"))),
+}
+"""Unspecified, loopback, multicast, broadcast: addresses that no peer can have."""
+
+_Range: TypeAlias = tuple[int, int]
+
+
+def _range(network: IPNetwork) -> _Range:
+    first = int(network.network_address)
+    return first, first + network.num_addresses - 1
+
+
+class Checks:
+    """The checks of one address family.
+
+    Networks are compared as ranges of integers: thousands of leases are judged
+    at a start, and ``ipaddress`` takes its time.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        pool: Pool,
+        own: IPNetwork | None,
+        own_public: frozenset[IPAddress],
+        underlay: Iterable[IPNetwork],
+    ) -> None:
+        self.family, self.pool = family, pool
+        self._own, self._own_public = own, own_public
+        self._underlay = [(network, _range(network)) for network in underlay if network.version == family]
+        self._network_range = _range(pool.network)
+        self._own_range = None if own is None else _range(own)
+        self._no_host = [_range(network) for network in _NO_HOST[family]]
+
+    def alone(self, lease: Lease) -> str:
+        """Return what is wrong with a lease whatever the others say; empty if nothing is."""
+        subnet = lease.subnets.of(self.family)
+        if subnet is None:
+            return ""
+        return self._against_subnet(subnet) or self._against_public(lease.attrs.public(self.family))
 
     def judge(self, leases: Sequence[Lease]) -> Iterator[tuple[int, IPNetwork | str]]:
         """Yield, per index of a lease with a subnet of this family, that subnet or the reason against it."""
@@ -124,7 +187,7 @@ class _Checks:
             subnet = lease.subnets.of(self.family)
             if subnet is None:
                 continue
-            reason = self._against_subnet(subnet) or self._against_public(lease.attrs.public(self.family))
+            reason = self.alone(lease)
             if not reason and (holder := taken.add(subnet, lease)) is not None:
                 reason = (
                     f"overlaps {holder.subnets.of(self.family)} of {holder.attrs.public(self.family)}, an older lease"
@@ -136,25 +199,27 @@ class _Checks:
         # Where subnets are assigned from outside, the pool is the whole network and any part of it is plausible.
         shortest = min(network.prefixlen + 2, self.pool.subnet_len)
         longest = LONGEST_PEER_V4 if self.family == 4 else LONGEST_PEER_V6
-        if not _inside(subnet, network):
+        first, last = _range(subnet)
+        if not self._network_range[0] <= first <= last <= self._network_range[1]:
             return f"is not inside the pod network {network}"
         if not shortest <= subnet.prefixlen <= longest:
             return f"has an implausible length, a node's is {shortest} to {longest} bits"
-        if self.own is not None and subnet.overlaps(self.own):
-            return f"overlaps our own subnet {self.own}"
-        for link in self.underlay:
-            if link.version == subnet.version and link.subnet_of(subnet):  # type: ignore[arg-type]
+        if self._own_range is not None and first <= self._own_range[1] and self._own_range[0] <= last:
+            return f"overlaps our own subnet {self._own}"
+        for link, (start, end) in self._underlay:
+            if first <= start and end <= last:
                 return f"covers {link} of the external interface"
         return ""
 
     def _against_public(self, address: IPAddress | None) -> str:
         if address is None:
             return f"its node announces no public IPv{self.family} address"
-        if address.is_unspecified or address.is_loopback or address.is_multicast or address == _BROADCAST:
+        value = int(address)
+        if any(first <= value <= last for first, last in self._no_host):
             return f"the public address {address} is not that of a host"
-        if address in self.own_public:
+        if address in self._own_public:
             return f"the public address {address} is our own"
-        if address in self.pool.network:
+        if self._network_range[0] <= value <= self._network_range[1]:
             return f"the public address {address} is inside the pod network {self.pool.network}"
         return ""
 
@@ -176,10 +241,6 @@ class _Taken:
         self._starts.insert(at, start)
         self._holders.insert(at, (end, holder))
         return None
-
-
-def _inside(subnet: IPNetwork, network: IPNetwork) -> bool:
-    return subnet.prefixlen >= network.prefixlen and subnet.network_address in network
 
 
 def _order(lease: Lease) -> tuple[int, ...]:

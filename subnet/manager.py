@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, TypeAlias
 
 from subnet.model import IPAddress, Lease, LeaseAttrs, NetworkConfig, Subnets
@@ -17,19 +18,27 @@ from subnet.model import IPAddress, Lease, LeaseAttrs, NetworkConfig, Subnets
 class ConfigSeen:
     """The network config as it is now: usable, or the reason why it is not.
 
-    Posted when it is first read and whenever it changes.
+    Posted when it is first read and whenever it changes. ``text`` is the JSON
+    that a usable one was read from.
     """
 
     config: NetworkConfig | None
     problem: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesListed:
-    """All leases at one revision, own one included; replaces whatever was known."""
+    """All leases at one revision; replaces whatever was known.
+
+    The own one is among them where the store itself does not tell it from the
+    others (see ThisNode).
+    """
 
     leases: tuple[Lease, ...]
     revision: int
+    complete: bool = True
+    """False for a list from memory: it tells of leases that exist, not of what is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,21 @@ class StoreState:
     problem: str = ""
 
 
-StoreEvent: TypeAlias = ConfigSeen | LeasesListed | LeasesChanged | OwnLease | StoreState
+@dataclass(frozen=True, slots=True)
+class ThisNode:
+    """What the store says about this very node, where it knows nodes; posted before the config and the leases.
+
+    ``public_ip`` and ``public_ipv6`` are addresses that operators want
+    announced: stronger than the flags of these names. ``told`` is what peers
+    know of an earlier run, None if nothing.
+    """
+
+    public_ip: IPv4Address | None = None
+    public_ipv6: IPv6Address | None = None
+    told: LeaseAttrs | None = None
+
+
+StoreEvent: TypeAlias = ConfigSeen | LeasesListed | LeasesChanged | OwnLease | StoreState | ThisNode
 Post: TypeAlias = Callable[[StoreEvent], None]
 
 
@@ -91,6 +114,10 @@ class SubnetManager(Protocol):
 
     def want(self, request: LeaseRequest) -> None:
         """Declare the wanted lease; acquires, updates or keeps it. Repeating it is free."""
+        ...
+
+    def ready(self) -> None:
+        """Tell that this node carries traffic, for whoever waits for that. Repeating it is free."""
         ...
 
     def underlay_changed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from subnet.clock import Clock
@@ -35,7 +36,7 @@ class Reporter:
         """Drop a topic without a word: somebody else tells that it works again."""
         self._open.pop(topic, None)
 
-    def forget_except(self, topics: set[str]) -> None:
+    def forget_except(self, topics: Collection[str]) -> None:
         """Drop, without a word, every topic that no longer exists."""
-        for gone in self._open.keys() - topics:
+        for gone in [topic for topic in self._open if topic not in topics]:
             del self._open[gone]

@@ -20,7 +20,11 @@ from subnet.model import Json, LeaseAttrs, Subnets
 _NO_V4 = "0.0.0.0-0"
 """How a key without an IPv4 subnet says so."""
 _UNSET_V4 = IPv4Address(0)
-_KEY = re.compile(r"(?P<v4>[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+-[0-9]+)(?:&(?P<v6>[a-f0-9:]+-[0-9]+))?")
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_KEY = re.compile(
+    rf"(?P<v4>{_NUMBER}\.{_NUMBER}\.{_NUMBER}\.{_NUMBER})-(?P<len4>{_NUMBER})"
+    rf"(?:&(?P<v6>[a-f0-9:]+)-(?P<len6>{_NUMBER}))?"
+)
 _LONGEST_V4, _LONGEST_V6 = 31, 127
 _MEMBERS = ("PublicIP", "PublicIPv6", "BackendType", "BackendData", "BackendV6Data")
 _HEX2 = "[0-9a-fA-F]{2}"
@@ -46,15 +50,16 @@ def parse_subnet_key(text: str) -> Subnets:
     if match is None:
         raise LeaseDataError(f"lease key {show(text)}: is not of the form 10.5.1.0-24 or 10.5.1.0-24&fd05::-64")
     try:
-        v4 = None if match["v4"] == _NO_V4 and match["v6"] else IPv4Network(match["v4"].replace("-", "/"))
-        v6 = IPv6Network(match["v6"].replace("-", "/")) if match["v6"] else None
+        no_v4 = match["v6"] and f"{match['v4']}-{match['len4']}" == _NO_V4
+        v4 = None if no_v4 else IPv4Network((parse_ip(match["v4"]).packed, int(match["len4"])))
+        v6 = IPv6Network((IPv6Address(match["v6"]).packed, int(match["len6"]))) if match["v6"] else None
     except ValueError as error:
         raise LeaseDataError(f"lease key {show(text)}: {error}") from error
     for network, longest in ((v4, _LONGEST_V4), (v6, _LONGEST_V6)):
         if network is not None and not 0 < network.prefixlen <= longest:
             raise LeaseDataError(f"lease key {show(text)}: the length of {network} must be 1 to {longest}")
     subnets = Subnets(v4, v6)
-    if subnet_key(subnets) != text:
+    if v6 is not None and subnet_key(subnets) != text:
         raise LeaseDataError(f"lease key {show(text)}: must be spelt {show(subnet_key(subnets))}")
     return subnets
 

@@ -7,14 +7,11 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from backends.dataplane.model import Link, LinkSpec, Vxlan
+from backends.dataplane.model import DEFAULT_PORT, Ip6Tunnel, Ipip, Link, LinkSpec, Vxlan
 from backends.dataplane.ports import Kernel
 from subnet.errors import KernelError
 
 log = logging.getLogger(__name__)
-
-DEFAULT_PORT = 8472
-"""The kernel's VXLAN port when none is asked for; older than IANA's 4789."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,20 @@ class Mend:
 def rebuild_reason(link: Link, spec: LinkSpec) -> str:
     """Return what an existing device differs in that only a new one cures; empty: it can be used.
 
-    Source: upstream pkg/backend/vxlan/device.go, vxlanLinksIncompat.
+    Source: upstream pkg/backend/vxlan/device.go, vxlanLinksIncompat, and pkg/backend/ipip/ipip.go.
     """
-    if link.vxlan is None:
-        return f"its kind is {link.kind or 'unknown'}"
-    have, want = link.vxlan, spec.vxlan
+    match link.tunnel, spec.tunnel:
+        case Vxlan() as have, Vxlan() as want:
+            return _vxlan_differences(have, want)
+        case Ipip() as have, Ipip() as want:
+            return _ipip_differences(have, want)
+        case Ip6Tunnel() as have, Ip6Tunnel() as want:
+            return "" if have == want else "fixed outer addresses"
+        case _:
+            return f"kind {link.kind or 'unknown'}"
+
+
+def _vxlan_differences(have: Vxlan, want: Vxlan) -> str:
     differences = (
         (have.vni != want.vni, f"VNI {have.vni}"),
         (have.lower_index != want.lower_index, f"lower device index {have.lower_index}"),
@@ -52,17 +58,31 @@ def rebuild_reason(link: Link, spec: LinkSpec) -> str:
     return ", ".join(text for differs, text in differences if differs)
 
 
+def _ipip_differences(have: Ipip, want: Ipip) -> str:
+    differences = (
+        (have.local != want.local, f"local address {have.local or 'any'}"),
+        (have.remote != want.remote, f"remote address {have.remote}"),
+    )
+    return ", ".join(text for differs, text in differences if differs)
+
+
+def _foreign(link: Link, spec: LinkSpec) -> bool:
+    """Whether somebody else's device has our name. A VXLAN device's name is ours alone; others are not taken away."""
+    return link.kind != spec.tunnel.kind and not isinstance(spec.tunnel, Vxlan)
+
+
 def _port(vxlan: Vxlan) -> int:
     return vxlan.port or DEFAULT_PORT
 
 
 def mend(link: Link, spec: LinkSpec) -> Mend:
     """Return what to change on a device that can be used."""
-    have = link.vxlan
+    have, want = link.tunnel, spec.tunnel
+    learns = isinstance(have, Vxlan) and isinstance(want, Vxlan) and have.learning != want.learning
     return Mend(
         mtu_bytes=spec.mtu_bytes if link.mtu_bytes != spec.mtu_bytes else None,
         mac=spec.mac if spec.binding and spec.mac and link.mac != spec.mac else None,
-        learning=spec.vxlan.learning if have is not None and have.learning != spec.vxlan.learning else None,
+        learning=want.learning if learns and isinstance(want, Vxlan) else None,
         up=not link.up,
     )
 
@@ -97,15 +117,20 @@ class DeviceKeeper:
     def _ensure(self, spec: LinkSpec, links: Mapping[str, Link]) -> bool:
         link = links.get(spec.name)
         if link is None:
-            self._create(spec, spec.mac or self._new_mac(), links)
+            self._create(spec, spec.mac, links)
             return True
+        if _foreign(link, spec):
+            text = (
+                f"it is of kind {link.kind or 'unknown'}, not {spec.tunnel.kind}; remove it: ip link delete {link.name}"
+            )
+            raise KernelError("use", f"device {link.name}", 0, text)
         reason = rebuild_reason(link, spec)
         if reason:
             log.warning("device %s is rebuilt: it has %s", spec.name, reason)
             # Peers were told the old MAC; a tunnel that keeps it stays reachable.
-            mac = spec.mac if spec.binding and spec.mac else link.mac if link.vxlan else spec.mac
+            mac = spec.mac if spec.binding and spec.mac else link.mac if link.tunnel else spec.mac
             self._kernel.delete_link(spec.name)
-            self._create(spec, mac or self._new_mac(), links)
+            self._create(spec, mac, links)
             return True
         change = mend(link, spec)
         if not change.needed:
@@ -124,24 +149,17 @@ class DeviceKeeper:
 
     def _create(self, spec: LinkSpec, mac: str, links: Mapping[str, Link]) -> None:
         self._checksum_refused.discard(spec.name)
+        made = replace(spec, mac=(mac or self._new_mac()) if isinstance(spec.tunnel, Vxlan) else "")
         try:
-            self._kernel.create_link(replace(spec, mac=mac))
+            self._kernel.create_link(made)
         except KernelError as error:
             rival = _rival(spec, links)
             if rival is None:
                 raise
-            text = f"{error.detail}: device {rival.name} has VNI {spec.vxlan.vni} and the same port"
-            raise KernelError(error.operation, error.target, error.errno, text) from error
+            raise KernelError(error.operation, error.target, error.errno, f"{error.detail}: {rival}") from error
         self._kernel.set_link(spec.name, up=True)
-        log.info(
-            "device %s created: vxlan id %d local %s port %d mtu %d mac %s",
-            spec.name,
-            spec.vxlan.vni,
-            spec.vxlan.local,
-            _port(spec.vxlan),
-            spec.mtu_bytes,
-            mac,
-        )
+        address = f" mac {made.mac}" if made.mac else ""
+        log.info("device %s created: %s mtu %d%s", spec.name, spec.tunnel, spec.mtu_bytes, address)
 
     def _settle(self, link: Link) -> None:
         """What a device forgets: router advertisements stay unheard (they would let a container
@@ -159,13 +177,19 @@ class DeviceKeeper:
             log.warning("%s", error)
 
 
-def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> Link | None:
-    """The device that keeps a new one from being made: same VNI and port (they may not be shared)."""
+def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> str | None:
+    """Say which device keeps a new one from being made: what makes both may not be shared."""
     for link in links.values():
-        if link.vxlan is not None and link.name != spec.name:
-            same_family = link.vxlan.local is None or (link.vxlan.local.version == 4) == (spec.family == 4)
-            if link.vxlan.vni == spec.vxlan.vni and _port(link.vxlan) == _port(spec.vxlan) and same_family:
-                return link
+        match link.tunnel, spec.tunnel:
+            case Vxlan() as have, Vxlan() as want:
+                same_family = have.local is None or (have.local.version == 4) == (spec.family == 4)
+                if have.vni == want.vni and _port(have) == _port(want) and same_family:
+                    return f"device {link.name} has VNI {want.vni} and the same port"
+            case Ipip() as have, Ipip() as want:
+                if have == want:
+                    return f"device {link.name} has the same local address"
+            case Ip6Tunnel(external=True), Ip6Tunnel(external=True):
+                return f"device {link.name} is external already, and there can be only one"
     return None
 
 

@@ -19,11 +19,12 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    blackhole,
 )
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
-TUNNEL_NAME = re.compile(r"flannel(-v6)?\.\d+$")
+TUNNEL_NAME = re.compile(r"flannel(-v6)?\.(\d+|ipip)$")
 
 
 def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
@@ -54,8 +55,11 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
 
     On our own devices: all but the kernel's own. On the external interface,
     strictly inside the cluster's networks: those with our protocol number, and
-    gateway routes with protocol boot, which Go flannel leaves behind.
+    gateway routes with protocol boot, which Go flannel leaves behind. Without a
+    device, in the same place: what ``blackhole`` makes.
     """
+    if route == blackhole(route.destination):
+        return _inside(route.destination, desired.networks)
     if route.type != "unicast" or route.protocol == PROTO_KERNEL:
         return False
     if route.device in desired.devices:
@@ -80,20 +84,31 @@ def _surplus(observed: Iterable[_T], wanted: frozenset[_T], put: Iterable[_T]) -
     return (target for target in observed if target not in wanted and target.key not in replaced)
 
 
+def _missing(wanted: frozenset[_T], observed: frozenset[_T], desired: DesiredState) -> frozenset[_T]:
+    """Objects to put: not there and, where nothing may be replaced, nothing else in their place."""
+    missing = wanted - observed
+    if not desired.additive:
+        return missing
+    held = {one.key for one in observed}
+    return frozenset(target for target in missing if target.key not in held)
+
+
 def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     """Return the changes that turn ``observed`` into ``desired``.
 
     Additions go address, neighbour, FDB entry, route, so that a route never
     points at an unknown VTEP; removals follow in reverse order, after the
     additions, so that what moves is not interrupted. A put replaces what the
-    kernel holds under the same key.
+    kernel holds under the same key; where it cannot, that is removed first. An additive state only fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
-    addresses = desired.addresses - observed.addresses
-    neighbours = desired.neighbours - observed.neighbours
-    fdb = desired.fdb - observed.fdb
-    routes = wanted_routes - observed.routes
+    addresses = _missing(desired.addresses, observed.addresses, desired)
+    neighbours = _missing(desired.neighbours, observed.neighbours, desired)
+    fdb = _missing(desired.fdb, observed.fdb, desired)
+    routes = _missing(wanted_routes, observed.routes, desired)
     puts: list[KernelObject] = [*_sorted(addresses), *_sorted(neighbours), *_sorted(fdb), *_sorted(routes)]
+    if desired.additive:
+        return tuple(Change("put", target) for target in puts)
 
     wanted_neighbours = {n.key for n in desired.neighbours}
     deletes: list[KernelObject] = [
@@ -106,11 +121,28 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
         ),
         *_sorted(a for a in observed.addresses - desired.addresses if _stale_address(a, desired)),
     ]
-    return (*(Change("put", target) for target in puts), *(Change("delete", target) for target in deletes))
+    return (
+        *(Change("delete", rival) for rival in _rivals(routes, observed)),
+        *(Change("put", target) for target in puts),
+        *(Change("delete", target) for target in deletes),
+    )
+
+
+def _rivals(routes: Iterable[Route], observed: ObservedState) -> list[Route]:
+    """Routes in the place of a wanted on-link IPv6 route, through another device.
+
+    The kernel lets them not be replaced: it looks for the gateway, which lies
+    inside the destination, and finds it behind the other device (net/ipv6/route.c,
+    ip6_route_check_nh_onlink).
+    """
+    wanted = {route.key: route.device for route in routes if route.family == 6 and route.onlink}
+    if not wanted:
+        return []
+    return _sorted(r for r in observed.routes if r.key in wanted and r.device != wanted[r.key])
 
 
 def _sorted(targets: Iterable[_T]) -> list[_T]:
-    return sorted(targets, key=str)
+    return sorted(targets, key=lambda target: target.key)
 
 
 def _after(same_key: list[_T], target: _T, put: bool) -> list[_T]:
@@ -151,6 +183,6 @@ def leftover_links(links: Mapping[str, Link], addresses: Iterable[Address], desi
         sorted(
             name
             for name, link in links.items()
-            if name not in desired.devices and link.kind == "vxlan" and TUNNEL_NAME.match(name) and name in held
+            if name not in desired.devices and link.tunnel is not None and TUNNEL_NAME.match(name) and name in held
         )
     )

@@ -1,11 +1,15 @@
-"""Kernel objects as values. Devices are named; the adapter turns names into indexes."""
+"""Kernel objects as values. Devices are named; the adapter turns names into indexes.
+
+Objects hash by their key, which holds integers: thousands are put into sets,
+and hashing addresses takes its time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Interface, IPv6Interface
-from typing import Literal, TypeAlias
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface
+from typing import ClassVar, Literal, TypeAlias
 
 from subnet.model import Family, IPAddress, IPNetwork
 
@@ -16,6 +20,9 @@ PROTO_BOOT = 3
 PROTO_FLANNEL = 142
 """Route protocol numbers (rtnetlink(7)); 142 marks our routes on devices that are not ours."""
 
+DEFAULT_PORT = 8472
+"""The kernel's VXLAN port when none is asked for; older than IANA's 4789."""
+
 METRIC: Mapping[Family, int] = {4: 0, 6: 1024}
 """Metric the kernel gives a route that was added without one."""
 
@@ -23,6 +30,8 @@ METRIC: Mapping[Family, int] = {4: 0, 6: 1024}
 @dataclass(frozen=True, slots=True)
 class Vxlan:
     """What makes a VXLAN device (ip-link(8), VXLAN Type Support). Port 0: the kernel's default, 8472."""
+
+    kind: ClassVar[str] = "vxlan"
 
     vni: int
     port: int
@@ -32,6 +41,41 @@ class Vxlan:
     gbp: bool = False
     multicast: bool = False
     l2miss: bool = False
+
+    def __str__(self) -> str:
+        return f"vxlan id {self.vni} local {self.local} port {self.port or DEFAULT_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ipip:
+    """What makes an IPv4-in-IPv4 device (RFC 2003). Without ``remote`` each packet goes to its route's gateway."""
+
+    kind: ClassVar[str] = "ipip"
+
+    local: IPv4Address | None
+    remote: IPv4Address | None = None
+
+    def __str__(self) -> str:
+        return f"ipip local {self.local} remote {self.remote or 'any'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ip6Tunnel:
+    """What makes an IPv6-in-IPv6 device (RFC 2473). ``external``: the outer addresses come from the route.
+
+    A kernel has at most one external device of this kind.
+    """
+
+    kind: ClassVar[str] = "ip6tnl"
+
+    external: bool = True
+
+    def __str__(self) -> str:
+        return f"ip6tnl mode ip6ip6{' external' if self.external else ''}"
+
+
+Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel
+"""The kinds of devices that backends make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +88,15 @@ class Link:
     mac: str
     mtu_bytes: int
     up: bool
-    vxlan: Vxlan | None = None
+    tunnel: Tunnel | None = None
+    """None for every device that no backend could have made."""
     loopback: bool = False
     point_to_point: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A device that a backend wants. ``mac`` is what peers were told, or a proposal for a new device.
+    """A device that a backend wants. ``mac`` is what peers were told, or a proposal for a new VXLAN device.
 
     ``binding``: an existing device with another MAC is given ``mac``;
     otherwise an existing device keeps its own.
@@ -59,9 +104,9 @@ class LinkSpec:
 
     name: str
     family: Family
-    vxlan: Vxlan
+    tunnel: Tunnel
     mtu_bytes: int
-    mac: str
+    mac: str = ""
     binding: bool = False
 
 
@@ -86,7 +131,10 @@ class Address:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel tells addresses apart by."""
-        return self.device, self.interface
+        return self.device, self.interface.version, int(self.interface.ip), self.interface.network.prefixlen
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         return f"address {self.interface} dev {self.device}"
@@ -103,7 +151,10 @@ class Neighbour:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel replaces by."""
-        return self.device, self.address
+        return self.device, self.address.version, int(self.address)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
@@ -122,13 +173,30 @@ class FdbEntry:
         """Return what the kernel replaces by."""
         return self.device, self.mac
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"fdb {self.mac} dev {self.device} dst {self.remote}"
 
 
 @dataclass(frozen=True, slots=True)
+class Encap:
+    """The outer header that a route gives its packets (ip-route(8), ``encap ip6``); its device adds it."""
+
+    source: IPv6Address
+    destination: IPv6Address
+
+    def __str__(self) -> str:
+        return f"encap ip6 src {self.source} dst {self.destination}"
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """A route of the main table. ``metric`` None: the kernel's default for the family."""
+    """A route of the main table. ``metric`` None: the kernel's default for the family.
+
+    One that discards packets has no device.
+    """
 
     destination: IPNetwork
     device: str
@@ -138,6 +206,7 @@ class Route:
     metric: int | None = None
     type: str = "unicast"
     source: IPAddress | None = None
+    encap: Encap | None = None
 
     @property
     def family(self) -> Family:
@@ -147,12 +216,34 @@ class Route:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel replaces by: destination and metric."""
-        return self.destination, METRIC[self.family] if self.metric is None else self.metric
+        destination = self.destination
+        return destination.version, int(destination.network_address), destination.prefixlen, self.priority
+
+    @property
+    def priority(self) -> int:
+        """Return the metric as a number; the lowest wins."""
+        return METRIC[self.family] if self.metric is None else self.metric
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         kind = "" if self.type == "unicast" else f"{self.type} "
-        via = f" via {self.gateway}" if self.gateway else ""
-        return f"route {kind}{self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+        via = (f" {self.encap}" if self.encap else "") + (f" via {self.gateway}" if self.gateway else "")
+        device = f" dev {self.device}" if self.device else ""
+        return f"route {kind}{self.destination}{via}{device}{' onlink' if self.onlink else ''}"
+
+
+BLACKHOLE_METRIC = 1 << 31
+"""Behind every route that carries: the connected one of a bridge has 0 (IPv4) or 256 (IPv6)."""
+
+
+def blackhole(subnet: IPNetwork) -> Route:
+    """Return the route that discards packets to own addresses while no device has their network.
+
+    Without it they would follow a less specific route, out of the host and perhaps back again.
+    """
+    return Route(subnet, "", protocol=PROTO_FLANNEL, metric=BLACKHOLE_METRIC, type="blackhole")
 
 
 KernelObject: TypeAlias = Address | Neighbour | FdbEntry | Route
@@ -178,6 +269,8 @@ class DesiredState:
     earlier run: inside them stale addresses and routes of ours are recognised.
     ``underlay`` names the external interface.
     ``problems`` are leases that could not be turned into entries, with the reason.
+    ``additive``: the peers are known from memory only; what the kernel holds may
+    be newer, and is neither removed nor replaced.
     """
 
     devices: frozenset[str]
@@ -188,6 +281,7 @@ class DesiredState:
     fdb: frozenset[FdbEntry] = frozenset()
     routes: frozenset[Route] = frozenset()
     problems: tuple[tuple[str, str], ...] = ()
+    additive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

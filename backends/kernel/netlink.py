@@ -29,10 +29,9 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
-    Vxlan,
 )
 from backends.dataplane.ports import Failure
-from backends.kernel import ethtool, rtnl
+from backends.kernel import ethtool, rtnl, tunnels
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
@@ -174,39 +173,14 @@ class NetlinkKernel:
         )
 
     def create_link(self, spec: LinkSpec) -> None:
-        """Create the VXLAN device, down and without addresses."""
-        vxlan = spec.vxlan
-        options: dict[str, Any] = {
-            "vxlan_id": vxlan.vni,
-            "vxlan_link": vxlan.lower_index,
-            "vxlan_ttl": 0,
-            "vxlan_tos": 0,
-            "vxlan_learning": int(vxlan.learning),
-            "vxlan_proxy": 0,
-            "vxlan_rsc": 0,
-            "vxlan_l2miss": 0,
-            "vxlan_l3miss": 0,
-            "vxlan_udp_zero_csum6_tx": 0,
-            "vxlan_udp_zero_csum6_rx": 0,
-        }
-        if vxlan.local is not None:
-            options["vxlan_local" if vxlan.local.version == 4 else "vxlan_local6"] = str(vxlan.local)
-        if vxlan.gbp:
-            options["vxlan_gbp"] = True
-        if vxlan.port:
-            options["vxlan_port"] = vxlan.port
+        """Create the device, down and without addresses."""
+        values: dict[str, Any] = {"ifname": spec.name, "mtu": spec.mtu_bytes, "txqlen": 0}
+        if spec.mac:
+            values["address"] = spec.mac
         self._call(
             "create",
             f"device {spec.name}",
-            lambda: self._ipr.link(
-                "add",
-                ifname=spec.name,
-                kind="vxlan",
-                address=spec.mac,
-                mtu=spec.mtu_bytes,
-                txqlen=0,
-                **options,
-            ),
+            lambda: self._ipr.link("add", **values, **tunnels.options(spec.tunnel)),
         )
 
     def delete_link(self, name: str) -> None:
@@ -373,7 +347,6 @@ def _names() -> dict[int, str]:
 def _link(message: Any) -> Link:
     info = message.get_attr("IFLA_LINKINFO")
     kind = (info.get_attr("IFLA_INFO_KIND") if info else "") or ""
-    data = info.get_attr("IFLA_INFO_DATA") if info and kind == "vxlan" else None
     flags = message["flags"]
     return Link(
         name=message.get_attr("IFLA_IFNAME"),
@@ -382,24 +355,9 @@ def _link(message: Any) -> Link:
         mac=message.get_attr("IFLA_ADDRESS") or "",
         mtu_bytes=message.get_attr("IFLA_MTU") or 0,
         up=bool(flags & IFF_UP),
-        vxlan=_vxlan(data) if data else None,
+        tunnel=tunnels.parse(kind, info.get_attr("IFLA_INFO_DATA") if info else None),
         loopback=bool(flags & IFF_LOOPBACK),
         point_to_point=bool(flags & IFF_POINTOPOINT),
-    )
-
-
-def _vxlan(data: Any) -> Vxlan:
-    local = data.get_attr("IFLA_VXLAN_LOCAL") or data.get_attr("IFLA_VXLAN_LOCAL6")
-    group = data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6")
-    return Vxlan(
-        vni=data.get_attr("IFLA_VXLAN_ID") or 0,
-        port=data.get_attr("IFLA_VXLAN_PORT") or 0,
-        local=ip_address(local) if local else None,
-        lower_index=data.get_attr("IFLA_VXLAN_LINK") or 0,
-        learning=bool(data.get_attr("IFLA_VXLAN_LEARNING")),
-        gbp=data.get_attr("IFLA_VXLAN_GBP") is not None,
-        multicast=bool(group),
-        l2miss=bool(data.get_attr("IFLA_VXLAN_L2MISS")),
     )
 
 

@@ -9,14 +9,15 @@ linux/neighbour.h; encodings are compared with pyroute2's in the tests.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_interface, ip_network
+from ipaddress import IPv6Address, ip_address, ip_interface, ip_network
 
 from backends.dataplane.model import (
     METRIC,
     Address,
     Change,
+    Encap,
     FdbEntry,
     KernelObject,
     Neighbour,
@@ -45,6 +46,9 @@ NUD_PERMANENT = 0x80
 NTF_SELF = 0x02
 NDA_DST, NDA_LLADDR, NDA_IFINDEX = 1, 2, 8
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE = 1, 4, 5, 6, 7, 9, 15
+RTA_ENCAP_TYPE, RTA_ENCAP = 21, 22
+LWTUNNEL_ENCAP_IP6, LWTUNNEL_IP6_DST, LWTUNNEL_IP6_SRC = 4, 2, 3
+NLA_F_NESTED = 0x8000
 IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8
 IFLA_IFNAME = 3
 NLMSGERR_ATTR_MSG = 1
@@ -63,6 +67,7 @@ _RTMSG = struct.Struct("=BBBBBBBBI")
 _IFADDRMSG = struct.Struct("=BBBBI")
 _IFINFOMSG = struct.Struct("=BBHiII")
 _RTNEXTHOP = struct.Struct("=HBBi")
+_U16 = struct.Struct("=H")
 _U32 = struct.Struct("=I")
 _I32 = struct.Struct("=i")
 _ATTRIBUTE_TYPE_MASK = 0x3FFF  # NLA_F_NESTED and NLA_F_NET_BYTEORDER are flags in the same field
@@ -127,6 +132,11 @@ def _route_body(index: int, route: Route, scope: int) -> bytes:
         body += _attribute(RTA_OIF, _U32.pack(index))
     if route.metric is not None:
         body += _attribute(RTA_PRIORITY, _U32.pack(route.metric))
+    if route.encap is not None:
+        header = _attribute(LWTUNNEL_IP6_DST, route.encap.destination.packed)
+        header += _attribute(LWTUNNEL_IP6_SRC, route.encap.source.packed)
+        body += _attribute(RTA_ENCAP | NLA_F_NESTED, header)
+        body += _attribute(RTA_ENCAP_TYPE, _U16.pack(LWTUNNEL_ENCAP_IP6))
     return body
 
 
@@ -229,6 +239,15 @@ def decode_neighbour(buffer: bytes, header: Header) -> tuple[int, Neighbour | Fd
     return index, FdbEntry("", mac, _address(raw_address)), permanent
 
 
+def _decode_encap(found: Mapping[int, bytes]) -> Encap | None:
+    """Return the outer IPv6 header that a route gives its packets, None for none and for other kinds."""
+    if RTA_ENCAP not in found or _U16.unpack(found.get(RTA_ENCAP_TYPE, b"\0\0"))[0] != LWTUNNEL_ENCAP_IP6:
+        return None
+    header = _attributes(found[RTA_ENCAP], 0, len(found[RTA_ENCAP]))
+    unset = b"\0" * 16
+    return Encap(IPv6Address(header.get(LWTUNNEL_IP6_SRC, unset)), IPv6Address(header.get(LWTUNNEL_IP6_DST, unset)))
+
+
 def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
     """Return device index (0: none) and route; None for other tables and cache entries.
 
@@ -249,6 +268,9 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
         name = "multipath"
     if table != RT_TABLE_MAIN or (name == "unicast" and not index):
         return None
+    if name not in {"unicast", "multipath"}:
+        # IPv6 shows these on the loopback device, IPv4 on none.
+        index = 0
     version: Family = 4 if family == AF_INET else 6
     raw = found.get(RTA_DST, b"\0" * (4 if version == 4 else 16))
     metric: int | None = _U32.unpack(found[RTA_PRIORITY])[0] if RTA_PRIORITY in found else METRIC[version]
@@ -261,6 +283,7 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
         metric=None if metric == METRIC[version] else metric,
         type=name,
         source=_address(found[RTA_PREFSRC]) if RTA_PREFSRC in found else None,
+        encap=_decode_encap(found),
     )
 
 

@@ -7,6 +7,7 @@ API: etcd Documentation, dev-guide/api_reference_v3.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ CALL_DEADLINE_S = 5.0
 NEED_LEADER = ("hasleader", "true")
 """Ends a stream on a member that has lost its cluster (etcd rpctypes/metadatafields.go)."""
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
@@ -39,6 +42,9 @@ class EtcdClient:
     def __init__(self, settings: EtcdSettings, clock: Clock) -> None:
         tls = TlsFiles.read(settings)
         self._links = [Link(endpoint, tls, clock) for endpoint in parse_endpoints(settings.endpoints)]
+        plain = [str(link.endpoint) for link in self._links if not link.endpoint.tls]
+        if plain and (settings.cafile or settings.certfile):
+            log.info("the TLS files are not used for %s: their scheme is http", ", ".join(plain))
         self._at = 0
         self._user = settings.username if settings.username and settings.password else ""
         self._password = settings.password
@@ -138,7 +144,21 @@ class EtcdClient:
 
     def watch(self, targets: Sequence[Watched]) -> Iterator[Batch]:
         """See Store."""
-        link = self._links[self._at]
+        failures = []
+        for _ in self._links:
+            link, connected = self._links[self._at], False
+            try:
+                for batch in self._watch_at(link, targets):
+                    connected = True
+                    yield batch
+            except Unavailable as e:
+                self._leave(link)
+                if connected:
+                    raise
+                failures.append(str(e))
+        raise Unavailable("; ".join(sorted(failures)))
+
+    def _watch_at(self, link: Link, targets: Sequence[Watched]) -> Iterator[Batch]:
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for target in targets:
             requests.put(_watch_request(target))
@@ -161,7 +181,7 @@ class EtcdClient:
                 call.cancel()
 
     def _batches(self, link: Link, call: Any, targets: Sequence[Watched], token: str) -> Iterator[Batch]:
-        # Creations are answered in the order of the requests; only then events come.
+        # Creations are answered in the order of the requests, each before the first event of its target.
         index_of: dict[int, int] = {}
         for reply in call:
             if reply.canceled:
@@ -187,7 +207,6 @@ class EtcdClient:
             self._forget_token(token)
             keys = ", ".join(t.key for t in targets)
             return AccessDenied(f"{link.endpoint}: permission denied to watch {keys} (user {self._user!r})")
-        self._leave(link)
         return Unavailable(f"{link.endpoint}: watch cancelled: {reason}")
 
     def reconnect(self) -> None:
@@ -272,7 +291,6 @@ class EtcdClient:
         if code == "CANCELLED":
             return self._channel_closed(link)
         if kind(code, text) is Kind.TRANSPORT:
-            self._leave(link)
             text = text if connected or text.startswith(SERVER) else link.why(text)
         return translate(code, text, str(link.endpoint), what, self._user)
 

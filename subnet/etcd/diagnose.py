@@ -16,6 +16,8 @@ NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 """X509_V_FLAG_NO_CHECK_TIME (X509_VERIFY_PARAM_set_flags(3)); the ssl module has no name for it."""
 
 VERDICT_S = 0.5
+ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""How OpenSSL reports that the other side hung up; which one depends on its version."""
 TLS_ALERT = b"\x15\x03"
 """Content type and major version of an alert record (RFC 8446 s5.1)."""
 SPEAKS_TLS = "the server speaks TLS: use https:// in the endpoint"
@@ -77,7 +79,7 @@ def _diagnose_tls(endpoint: Endpoint, tls: TlsFiles, sock: socket.socket) -> str
         conn = tls.context().wrap_socket(sock, server_hostname=endpoint.host)
     except ssl.SSLCertVerificationError as e:
         return _certificate_problem(e, endpoint, tls)
-    except (ssl.SSLEOFError, ConnectionResetError):
+    except (*ENDED, ConnectionResetError):
         return "the server ends the connection at the TLS handshake: it does not speak TLS, or is overloaded"
     except ssl.SSLError as e:
         return _alert(e, tls)
@@ -145,7 +147,7 @@ def _peer_certificate(endpoint: Endpoint, tls: TlsFiles) -> dict[str, Any]:
 
 def _alert(error: ssl.SSLError, tls: TlsFiles) -> str:
     reason = error.reason or str(error)
-    if isinstance(error, ssl.SSLEOFError):
+    if isinstance(error, ENDED):
         return "connection closed by the server after the TLS handshake"
     if "ALERT" in reason and any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE", "DENIED")):
         if tls.cert is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from subnet.allocate import Create, Pick, Reuse, plan
 from subnet.clock import Backoff, Clock
-from subnet.errors import Closed, Conflict, DatastoreError, NoFreeSubnet
+from subnet.errors import Closed, Conflict, DatastoreError, NoFreeSubnet, Unavailable
 from subnet.etcd.claims import Claims, Held, by_key
 from subnet.etcd.decide import FlipGuard, Verdict, as_own, identity, judge, readable
 from subnet.etcd.layout import Layout
@@ -56,6 +56,7 @@ class Keeper:
     _taken: str = field(default="", init=False)
     _ended: bool = field(default=False, init=False)
     _conflicts: int = field(default=0, init=False)
+    _unavailable: int = field(default=0, init=False)
     _posted: OwnLease | None = field(default=None, init=False)
     _wanted: LeaseRequest | None = field(default=None, init=False)
     _doubt: bool = field(default=False, init=False)
@@ -156,10 +157,17 @@ class Keeper:
             return self.uniform(0, CONFLICT_STEP_S * min(self._conflicts, MANY_CONFLICTS))
         except NoFreeSubnet as e:
             return self._pool_exhausted(str(e))
+        except Unavailable as e:
+            self._doubt = True
+            self._unavailable += 1
+            if self._unavailable == 1:  # a connection that has just ended is opened again without a word
+                log.debug("own lease: %s; trying again", e)
+                return self._backoff.next_s()
+            return self._failed(str(e))
         except DatastoreError as e:
             self._doubt = True
             return self._failed(str(e))
-        self._conflicts = 0
+        self._conflicts = self._unavailable = 0
         self._backoff.reset()
         self._full.reset()
         for topic in ("pool", "store"):

@@ -169,7 +169,7 @@ class Reader:
         except ConfigError as e:
             self._no_config(str(e))
             return
-        self.post(ConfigSeen(config))
+        self.post(ConfigSeen(config, text=value.decode(errors="replace")))
 
     def _no_config(self, problem: str) -> None:
         # Whether it matters, and so whether people are told, is for the owner of the config in force to say.

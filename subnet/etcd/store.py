@@ -67,7 +67,8 @@ class KeyEvent:
 class Batch:
     """Events of one target (its index), complete up to ``revision``.
 
-    ``index`` is -1, without events, once when all targets are being watched.
+    ``index`` is -1, without events, once when all targets are being watched;
+    old events of the first targets may come before that.
     """
 
     index: int

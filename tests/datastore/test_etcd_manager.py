@@ -307,17 +307,19 @@ def test_E15_wiped_store_gets_every_record_back(own_etcd: Etcd) -> None:
         until(lambda: all(len(each.leases) == 3 for each in nodes), 10, "everyone sees everyone")
 
 
+@pytest.mark.parametrize("beside", [(), (f"http://127.0.0.1:{free_port()}",)], ids=["alone", "beside a dead endpoint"])
 def test_E16_idle_connection_closed_by_a_balancer_is_not_worth_a_word(
-    etcd: Etcd, proxy: Proxy, proxied: Node, caplog: pytest.LogCaptureFixture
+    etcd: Etcd, proxy: Proxy, beside: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    proxied.acquire(request())
-    before = len(loud(caplog))
-    for n in (3, 4):
-        proxy.cut(refuse=False)
-        etcd.peer(n)
-        until(lambda n=n: n in proxied.numbers(), 5, "peer after the cut")  # type: ignore[misc]
-    assert loud(caplog)[before:] == []
-    assert proxied.all(StoreState) == [StoreState(True)]
+    with node(*beside, proxy.url) as a:
+        a.acquire(request())
+        before = len(loud(caplog))
+        for n in (3, 4):
+            proxy.cut(refuse=False)
+            etcd.peer(n)
+            until(lambda n=n: n in a.numbers(), 5, "peer after the cut")  # type: ignore[misc]
+        assert loud(caplog)[before:] == []
+        assert a.all(StoreState) == [StoreState(True)]
 
 
 def test_C05_freed_subnet_is_taken_by_the_one_who_waits(etcd: Etcd, a: Node) -> None:

@@ -110,13 +110,17 @@ def test_watch_yields_what_happens_from_a_revision_on(store: Store) -> None:
     revisions = [store.txn({}, Put(A, b"1")), store.txn({}, delete=[A]), store.txn({}, Put(CONFIG, b"c"))]
     targets = (Watched(CONFIG, False, at + 1), Watched(PREFIX, True, at + 1))
     events: dict[int, list[KeyEvent]] = {0: [], 1: []}
-    watch = store.watch(targets)
-    alive = next(watch)
-    assert (alive.index, alive.events) == (-1, ())
-    while sum(map(len, events.values())) < 3:
-        batch = next(watch)
-        events[batch.index] += batch.events
-        assert batch.revision == batch.events[-1].revision
+    alive = 0
+    for batch in store.watch(targets):
+        if batch.index < 0:
+            assert batch.events == ()
+            alive += 1
+        else:
+            events[batch.index] += batch.events
+            assert batch.revision == batch.events[-1].revision
+        if alive and sum(map(len, events.values())) == 3:
+            break
+    assert alive == 1
     seen = [(e.key, e.kv and e.kv.value, e.revision) for e in events[1] + events[0]]
     assert seen == [(A, b"1", revisions[0]), (A, None, revisions[1]), (CONFIG, b"c", revisions[2])]
 

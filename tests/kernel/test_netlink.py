@@ -18,12 +18,13 @@ from backends.dataplane.model import (
     ObservedState,
     Route,
     Vxlan,
+    blackhole,
 )
 from backends.kernel.netlink import NetlinkKernel
 from subnet.errors import KernelError
 from tests.support.netns import Namespace
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
 MAC = "02:11:22:33:44:55"
 DEVICE = "flannel.1"
@@ -88,18 +89,18 @@ def test_device_is_the_documented_one(host: Namespace, kernel: NetlinkKernel) ->
 
 def test_gbp_and_learning_and_port_are_what_was_asked_for(host: Namespace, kernel: NetlinkKernel) -> None:
     spec = _spec(kernel, learning=True, gbp=True)
-    kernel.create_link(
-        LinkSpec(spec.name, 4, Vxlan(7, 8473, spec.vxlan.local, spec.vxlan.lower_index, True, True), 1350, MAC)
-    )
+    lower = kernel.links()["eth0"].index
+    local = ip_address("192.0.2.1")
+    kernel.create_link(LinkSpec(spec.name, 4, Vxlan(7, 8473, local, lower, True, True), 1350, MAC))
     (shown,) = host.ip_json(f"-d link show dev {DEVICE}")
     info = shown["linkinfo"]["info_data"]
     assert (info["id"], info["port"], info["learning"], info["gbp"], shown["mtu"]) == (7, 8473, True, True, 1350)
     link = kernel.links()[DEVICE]
-    assert link.vxlan == Vxlan(7, 8473, ip_address("192.0.2.1"), spec.vxlan.lower_index, True, True)
+    assert link.tunnel == Vxlan(7, 8473, local, lower, True, True)
     kernel.set_link(DEVICE, learning=False, mtu_bytes=1300, mac="02:00:00:00:00:77")
     link = kernel.links()[DEVICE]
-    assert link.vxlan is not None
-    assert (link.vxlan.learning, link.mtu_bytes, link.mac) == (False, 1300, "02:00:00:00:00:77")
+    assert isinstance(link.tunnel, Vxlan)
+    assert (link.tunnel.learning, link.mtu_bytes, link.mac) == (False, 1300, "02:00:00:00:00:77")
 
 
 def test_desired_state_reads_back_with_other_tools(host: Namespace, kernel: NetlinkKernel) -> None:
@@ -275,3 +276,31 @@ def test_routes_marked_as_ours_on_a_foreign_device(host: Namespace, kernel: Netl
     assert kernel.apply(diff(kernel.observe([]), desired)) == []
     assert "10.5.2.0/24 via 192.0.2.2 dev eth0 proto 142" in host.ip("route show")
     assert diff(kernel.observe([]), desired) == ()
+
+
+@pytest.mark.parametrize(("text", "bridge"), [("10.5.1.0/24", "10.5.1.1/24"), ("fc00:5:0:1::/64", "fc00:5:0:1::1/64")])
+def test_L49_a_blackhole_route_beside_a_bridge(host: Namespace, kernel: NetlinkKernel, text: str, bridge: str) -> None:
+    subnet = ip_network(text)
+    assert kernel.apply([Change("put", blackhole(subnet))]) == []
+    assert blackhole(subnet) in kernel.routes()
+    with pytest.raises(KernelError):
+        kernel.lookup(subnet[9])
+    host.ip("link add cni0 type bridge")
+    host.ip("link set cni0 up")
+    host.ip(f"addr add {bridge} dev cni0 nodad" if ":" in bridge else f"addr add {bridge} dev cni0")
+    assert kernel.lookup(subnet[9]).device == "cni0"
+    assert blackhole(subnet) in kernel.routes()
+    assert kernel.apply([Change("put", blackhole(subnet))]) == []
+    host.ip("link del cni0")
+    assert [r for r in kernel.routes() if r.destination == subnet] == [blackhole(subnet)]
+    assert kernel.apply([Change("delete", blackhole(subnet))] * 2) == []
+    assert [r for r in kernel.routes() if r.destination == subnet] == []
+
+
+def test_H02_ipv6_route_of_another_device_is_replaced(host: Namespace, kernel: NetlinkKernel) -> None:
+    name = _tunnel(kernel, "2001:db8:1::1")
+    route = Route(ip_network("fd05:0:0:2::/64"), name, ip_address("fd05:0:0:2::"), onlink=True)
+    host.ip("-6 route add fd05:0:0:2::/64 via 2001:db8:1::fe dev eth0")
+    desired = DesiredState(frozenset({name}), "eth0", frozenset({ip_network("fd05::/48")}), routes=frozenset({route}))
+    assert kernel.apply(diff(kernel.observe([name]), desired)) == []
+    assert diff(kernel.observe([name]), desired) == ()

@@ -10,13 +10,14 @@ import pytest
 from backends.dataplane.model import Address, DesiredState, FdbEntry, LinkSpec, Neighbour, Route, Vxlan
 from backends.dataplane.ports import KernelEvent, LinkSeen
 from backends.dataplane.reconcile import Reconciler
+from backends.dataplane.table import WantedTable
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from subnet.clock import SystemClock
 from subnet.report import Reporter
 from tests.support.netns import Namespace
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
 DEVICE = "flannel.1"
 WAIT_S = 5
@@ -70,7 +71,11 @@ def site(namespace: Namespace) -> Iterator[Site]:
         site.close()
 
 
-def _desired(*numbers: int) -> DesiredState:
+def _desired(*numbers: int) -> WantedTable:
+    return WantedTable(_state(*numbers))
+
+
+def _state(*numbers: int) -> DesiredState:
     return DesiredState(
         frozenset({DEVICE}),
         "eth0",

@@ -2,12 +2,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from ipaddress import ip_address
+from ipaddress import IPv4Address, ip_address
 
 import pytest
 
 from backends.dataplane.devices import DeviceKeeper, Mend, mend, random_mac, rebuild_reason
-from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan
+from backends.dataplane.model import (
+    Address,
+    Change,
+    Ip6Tunnel,
+    Ipip,
+    Link,
+    LinkSpec,
+    ObservedState,
+    Route,
+    Tunnel,
+    Vxlan,
+)
 from backends.dataplane.ports import Failure
 from subnet.errors import KernelError
 from subnet.model import IPAddress
@@ -25,16 +36,17 @@ LINK = Link("flannel.1", 5, "vxlan", MAC, 1450, True, VXLAN)
     ("link", "says"),
     [
         (LINK, ""),
-        (replace(LINK, vxlan=replace(VXLAN, vni=9)), "VNI 9"),
-        (replace(LINK, vxlan=replace(VXLAN, lower_index=3)), "lower device index 3"),
-        (replace(LINK, vxlan=replace(VXLAN, local=ip_address("192.0.2.77"))), "local address 192.0.2.77"),
-        (replace(LINK, vxlan=replace(VXLAN, port=8473)), "port 8473"),
-        (replace(LINK, vxlan=replace(VXLAN, gbp=True)), "GBP True"),
-        (replace(LINK, vxlan=replace(VXLAN, multicast=True)), "a multicast group"),
-        (replace(LINK, vxlan=replace(VXLAN, l2miss=True)), "l2miss"),
-        (replace(LINK, kind="bridge", vxlan=None), "its kind is bridge"),
+        (replace(LINK, kind="ipip", tunnel=Ipip(None)), "kind ipip"),
+        (replace(LINK, tunnel=replace(VXLAN, vni=9)), "VNI 9"),
+        (replace(LINK, tunnel=replace(VXLAN, lower_index=3)), "lower device index 3"),
+        (replace(LINK, tunnel=replace(VXLAN, local=ip_address("192.0.2.77"))), "local address 192.0.2.77"),
+        (replace(LINK, tunnel=replace(VXLAN, port=8473)), "port 8473"),
+        (replace(LINK, tunnel=replace(VXLAN, gbp=True)), "GBP True"),
+        (replace(LINK, tunnel=replace(VXLAN, multicast=True)), "a multicast group"),
+        (replace(LINK, tunnel=replace(VXLAN, l2miss=True)), "l2miss"),
+        (replace(LINK, kind="bridge", tunnel=None), "kind bridge"),
         (replace(LINK, mtu_bytes=1400), ""),
-        (replace(LINK, vxlan=replace(VXLAN, learning=True)), ""),
+        (replace(LINK, tunnel=replace(VXLAN, learning=True)), ""),
     ],
     ids=lambda value: f"V12-{value}" if isinstance(value, str) else None,
 )
@@ -43,7 +55,7 @@ def test_only_what_cannot_be_changed_in_place_needs_a_new_device(link: Link, say
 
 
 def test_V19_a_port_of_its_own_needs_a_new_device() -> None:
-    assert rebuild_reason(LINK, replace(SPEC, vxlan=replace(VXLAN, port=8473))) == "port 8472"
+    assert rebuild_reason(LINK, replace(SPEC, tunnel=replace(VXLAN, port=8473))) == "port 8472"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,7 @@ def test_V19_a_port_of_its_own_needs_a_new_device() -> None:
         (LINK, SPEC, Mend()),
         (replace(LINK, mtu_bytes=1400), SPEC, Mend(mtu_bytes=1450)),
         (replace(LINK, up=False), SPEC, Mend(up=True)),
-        (replace(LINK, vxlan=replace(VXLAN, learning=True)), SPEC, Mend(learning=False)),
+        (replace(LINK, tunnel=replace(VXLAN, learning=True)), SPEC, Mend(learning=False)),
         (replace(LINK, mac=OTHER_MAC), SPEC, Mend()),
         (replace(LINK, mac=OTHER_MAC), replace(SPEC, binding=True), Mend(mac=MAC)),
         (replace(LINK, mac=OTHER_MAC), replace(SPEC, binding=True, mac=""), Mend()),
@@ -85,10 +97,12 @@ class FakeKernel:
     def create_link(self, spec: LinkSpec) -> None:
         self.calls.append(f"create {spec.name} {spec.mac}")
         for link in self.held.values():
-            if link.vxlan and link.vxlan.vni == spec.vxlan.vni:
+            if _rivals(link.tunnel, spec.tunnel):
                 raise KernelError("create", f"device {spec.name}", 17, "file exists")
-        vxlan = replace(spec.vxlan, port=spec.vxlan.port or 8472)
-        self.held[spec.name] = Link(spec.name, self.next_index, "vxlan", spec.mac, spec.mtu_bytes, False, vxlan)
+        tunnel = spec.tunnel
+        if isinstance(tunnel, Vxlan):
+            tunnel = replace(tunnel, port=tunnel.port or 8472)
+        self.held[spec.name] = Link(spec.name, self.next_index, tunnel.kind, spec.mac, spec.mtu_bytes, False, tunnel)
         self.next_index += 1
 
     def delete_link(self, name: str) -> None:
@@ -138,6 +152,12 @@ class FakeKernel:
         raise KernelError("look up route to", target, 101)
 
 
+def _rivals(have: Tunnel | None, want: Tunnel) -> bool:
+    if isinstance(have, Vxlan) and isinstance(want, Vxlan):
+        return have.vni == want.vni
+    return have == want
+
+
 def test_missing_device_is_made_with_the_mac_that_peers_know() -> None:
     kernel = FakeKernel()
     links = DeviceKeeper(kernel).ensure([SPEC])
@@ -159,7 +179,7 @@ def test_V12_equal_device_is_left_alone() -> None:
 
 
 def test_V12_incompatible_device_is_rebuilt_with_its_mac() -> None:
-    kernel = FakeKernel(replace(LINK, vxlan=replace(VXLAN, vni=9)))
+    kernel = FakeKernel(replace(LINK, tunnel=replace(VXLAN, vni=9)))
     links = DeviceKeeper(kernel).ensure([replace(SPEC, mac=OTHER_MAC)])
     assert links["flannel.1"].index == 10
     assert links["flannel.1"].mac == MAC
@@ -202,3 +222,59 @@ def test_device_that_holds_the_vni_under_another_name_is_named() -> None:
     rival = replace(LINK, name="vx0")
     with pytest.raises(KernelError, match="device vx0 has VNI 1 and the same port"):
         DeviceKeeper(FakeKernel(rival)).ensure([SPEC])
+
+
+LOCAL = IPv4Address("192.0.2.1")
+IPIP = LinkSpec("flannel.ipip", 4, Ipip(LOCAL), 1480)
+IPIP_LINK = Link("flannel.ipip", 5, "ipip", "c0:00:02:01", 1480, True, Ipip(LOCAL))
+TUNL0 = Link("tunl0", 3, "ipip", "00:00:00:00", 1480, True, Ipip(None))
+IP6 = LinkSpec("flannel-v6.ipip", 6, Ip6Tunnel(), 1460)
+
+
+@pytest.mark.parametrize(
+    ("tunnel", "says"),
+    [
+        (Ipip(LOCAL), ""),
+        (Ipip(None), "local address any"),
+        (Ipip(IPv4Address("192.0.2.9")), "local address 192.0.2.9"),
+        (Ipip(LOCAL, IPv4Address("192.0.2.2")), "remote address 192.0.2.2"),
+    ],
+)
+def test_W08_ipip_device_with_other_ends_is_rebuilt(tunnel: Ipip, says: str) -> None:
+    assert rebuild_reason(replace(IPIP_LINK, tunnel=tunnel), IPIP) == says
+    kernel = FakeKernel(TUNL0, replace(IPIP_LINK, tunnel=tunnel))
+    made = DeviceKeeper(kernel).ensure([IPIP])["flannel.ipip"]
+    assert (made.tunnel, made.mtu_bytes, made.up) == (Ipip(LOCAL), 1480, True)
+    assert (made.index == IPIP_LINK.index) is (says == "")
+    assert kernel.held["tunl0"] == TUNL0
+
+
+def test_ipip_device_gets_no_mac_and_its_mtu_is_corrected_in_place() -> None:
+    kernel = FakeKernel()
+    DeviceKeeper(kernel).ensure([IPIP, IP6])
+    assert kernel.calls[0] == "create flannel.ipip "
+    kernel = FakeKernel(replace(IPIP_LINK, mtu_bytes=1476))
+    assert DeviceKeeper(kernel).ensure([IPIP])["flannel.ipip"] == IPIP_LINK
+    assert kernel.calls == ["set flannel.ipip"]
+
+
+def test_device_of_another_kind_is_not_taken_away() -> None:
+    foreign = replace(IPIP_LINK, kind="gre", tunnel=None)
+    kernel = FakeKernel(foreign)
+    with pytest.raises(KernelError, match=r"flannel\.ipip: it is of kind gre, not ipip; remove it: ip link delete"):
+        DeviceKeeper(kernel).ensure([IPIP])
+    assert kernel.held["flannel.ipip"] == foreign
+
+
+def test_ip6_device_with_fixed_ends_is_rebuilt_and_a_second_external_one_is_named() -> None:
+    fixed = Link("flannel-v6.ipip", 7, "ip6tnl", "", 1460, True, Ip6Tunnel(external=False))
+    assert DeviceKeeper(FakeKernel(fixed)).ensure([IP6])["flannel-v6.ipip"].tunnel == Ip6Tunnel()
+    rival = Link("cilium_ipip6", 7, "ip6tnl", "", 1460, True, Ip6Tunnel())
+    with pytest.raises(KernelError, match="device cilium_ipip6 is external already"):
+        DeviceKeeper(FakeKernel(rival)).ensure([IP6])
+
+
+def test_device_that_holds_the_local_address_is_named() -> None:
+    rival = replace(IPIP_LINK, name="mytunnel")
+    with pytest.raises(KernelError, match="device mytunnel has the same local address"):
+        DeviceKeeper(FakeKernel(rival)).ensure([IPIP])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 
 import pytest
@@ -13,11 +14,13 @@ from backends.dataplane.model import (
     Address,
     DesiredState,
     FdbEntry,
+    Ipip,
     Link,
     Neighbour,
     ObservedState,
     Route,
     Vxlan,
+    blackhole,
 )
 
 pytestmark = pytest.mark.pure
@@ -84,6 +87,21 @@ def test_applying_the_difference_gives_the_desired_state(observed: ObservedState
     assert desired.neighbours == held.neighbours
     assert desired.fdb == held.fdb
     assert desired.routes - blocked_routes(held, desired).keys() <= held.routes
+
+
+@given(observed_states, desired_states)
+def test_additive_state_fills_gaps_and_touches_nothing_else(observed: ObservedState, desired: DesiredState) -> None:
+    desired = replace(desired, additive=True)
+    held = apply_changes(observed, diff(observed, desired))
+    assert diff(held, desired) == ()
+    for before, after, wanted in (
+        (observed.addresses, held.addresses, desired.addresses),
+        (observed.neighbours, held.neighbours, desired.neighbours),
+        (observed.fdb, held.fdb, desired.fdb),
+        (observed.routes, held.routes, desired.routes - blocked_routes(observed, desired).keys()),
+    ):
+        assert before <= after <= before | wanted
+        assert {one.key for one in wanted} <= {one.key for one in after}
 
 
 @given(observed_states, desired_states)
@@ -171,6 +189,13 @@ def test_H02_route_of_another_kind_at_our_place_is_replaced() -> None:
     assert [str(c) for c in changes] == ["route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink added"]
 
 
+def test_H02_ipv6_route_through_another_device_goes_before_ours_comes() -> None:
+    wanted = _route("fd05:0:0:2::/64", via="fd05:0:0:2::", onlink=True)
+    theirs = _route("fd05:0:0:2::/64", "eth0", "2001:db8:1::fe", protocol=4)
+    changes = diff(ObservedState(routes=frozenset({theirs})), _desired(routes=frozenset({wanted})))
+    assert [(c.verb, c.target) for c in changes] == [("delete", theirs), ("put", wanted)]
+
+
 def test_V11_stale_flannel_address_goes_and_foreign_one_stays() -> None:
     stale, foreign, wanted = (
         Address(DEVICE, ip_interface(text)) for text in ("10.5.99.0/32", "192.168.1.125/24", "10.5.1.0/32")
@@ -198,6 +223,8 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             _tunnel("flannel.9", 5, 9),
             _tunnel("vxlan7", 6, 7),
             Link("flannel.8", 7, "bridge", "", 1500, True),
+            Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
+            Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
         )
     }
     held = [
@@ -206,5 +233,43 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.9", ip_interface("10.99.1.0/32")),
         Address("vxlan7", ip_interface("10.5.1.0/32")),
         Address("flannel.8", ip_interface("10.5.1.0/32")),
+        Address("flannel.ipip", ip_interface("10.5.1.0/32")),
+        Address("tunl0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel.2",)
+    assert leftover_links(links, held, _desired()) == ("flannel.2", "flannel.ipip")
+
+
+OWN = ip_network("10.5.7.0/24")
+
+
+def test_L49_a_blackhole_coexists_with_a_connected_network() -> None:
+    connected = _route("10.5.7.0/24", "cni0", protocol=PROTO_KERNEL)
+    desired = _desired(routes=frozenset({blackhole(OWN)}))
+    (change,) = diff(ObservedState(routes=frozenset({connected})), desired)
+    assert (change.verb, change.target) == ("put", blackhole(OWN))
+    assert blocked_routes(ObservedState(routes=frozenset({connected})), desired) == {}
+    assert blackhole(OWN).key != connected.key
+
+
+@pytest.mark.parametrize(
+    ("route", "goes"),
+    [
+        (blackhole(OWN), True),
+        (blackhole(ip_network("10.6.7.0/24")), False),
+        (replace(blackhole(OWN), metric=None), False),
+        (replace(blackhole(OWN), protocol=3), False),
+        (replace(blackhole(OWN), type="unreachable"), False),
+        (blackhole(NETWORK), False),
+    ],
+    ids=["ours", "another network", "another metric", "another protocol", "another type", "the whole network"],
+)
+def test_L49_only_a_blackhole_of_ours_is_removed(route: Route, goes: bool) -> None:
+    changes = diff(ObservedState(routes=frozenset({route})), _desired())
+    assert [change.target for change in changes] == ([route] if goes else [])
+
+
+def test_L49_the_old_blackhole_goes_after_the_new_one_came() -> None:
+    new = blackhole(ip_network("10.5.8.0/24"))
+    observed = ObservedState(routes=frozenset({blackhole(OWN)}))
+    changes = diff(observed, _desired(routes=frozenset({new})))
+    assert [(c.verb, c.target) for c in changes] == [("put", new), ("delete", blackhole(OWN))]

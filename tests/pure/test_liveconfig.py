@@ -40,7 +40,6 @@ def test_followed_live(members: dict[str, Any]) -> None:
         ({"Backend": {"Type": "host-gw"}}, "vxlan -> host-gw"),
         ({"Backend": {"Type": "vxlan", "VNI": 42}}, "vni None -> 42"),
         ({"Backend": {"Type": "vxlan", "Port": 8473}}, "port None -> 8473"),
-        ({"EnableNFTables": True}, "EnableNFTables False -> True"),
         ({"EnableIPv6": True, "IPv6Network": "fd05::/48"}, "IPv6 network off -> fd05::/48"),
         ({"SubnetMin": "10.5.75.0"}, "10.5.75.0/24 to 10.5.255.0/24, ours is 10.5.74.0/24"),
         ({"SubnetLen": 25}, "ours is 10.5.74.0/24"),

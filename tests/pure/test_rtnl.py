@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import struct
-from ipaddress import ip_address, ip_network
+from dataclasses import replace
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
-from backends.dataplane.model import Change, FdbEntry, Neighbour, Route
+from backends.dataplane.model import Change, Encap, FdbEntry, Neighbour, Route
 from backends.dataplane.ports import LinkSeen, ObjectSeen
 from backends.kernel import rtnl
 
@@ -106,6 +107,31 @@ def test_route_survives_the_way_through_the_wire(route: Route) -> None:
     buffer = rtnl.encode(Change("put", route), INDEX, 1)
     (header,) = rtnl.messages(buffer)
     assert rtnl.decode_route(buffer, header) == (INDEX, route)
+
+
+@given(st.ip_addresses(v=6), st.ip_addresses(v=6))
+def test_route_with_an_outer_header_survives_the_way_through_the_wire(source: Any, destination: Any) -> None:
+    route = Route(ip_network("fd05:0:0:2::/64"), "", encap=Encap(source, destination))
+    buffer = rtnl.encode(Change("put", route), INDEX, 1)
+    (header,) = rtnl.messages(buffer)
+    assert rtnl.decode_route(buffer, header) == (INDEX, route)
+
+
+def test_outer_header_is_encoded_as_the_kernel_reads_it() -> None:
+    # linux/lwtunnel.h: LWTUNNEL_IP6_DST 2, LWTUNNEL_IP6_SRC 3; rtnetlink.h: RTA_ENCAP 22 (nested), RTA_ENCAP_TYPE 21.
+    encap = Encap(IPv6Address("2001:db8:1::1"), IPv6Address("2001:db8:1::2"))
+    route = Route(ip_network("fd05:0:0:2::/64"), "", encap=encap)
+    outer = struct.pack("=HH", 20, 2) + encap.destination.packed + struct.pack("=HH", 20, 3) + encap.source.packed
+    expected = struct.pack("=HH", 44, 0x8000 | 22) + outer + struct.pack("=HHHxx", 6, 21, 4)
+    assert rtnl.encode(Change("put", route), INDEX, 1).endswith(expected)
+
+
+def test_outer_header_of_another_kind_is_not_taken_for_ours() -> None:
+    route = Route(ip_network("fd05:0:0:2::/64"), "", encap=Encap(IPv6Address(1), IPv6Address(2)))
+    buffer = bytearray(rtnl.encode(Change("put", route), INDEX, 1))
+    struct.pack_into("=H", buffer, len(buffer) - 4, 5)  # LWTUNNEL_ENCAP_SEG6
+    (header,) = rtnl.messages(bytes(buffer))
+    assert rtnl.decode_route(bytes(buffer), header) == (INDEX, replace(route, encap=None))
 
 
 @given(ANY, UNICAST_MAC)

@@ -11,7 +11,7 @@ import pytest
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import SWITCH_V4
 from flanneld.ctl.lab.tools import run
-from tests.support.overlay import device, held, rules
+from tests.support.expected import device, held, rules
 from tests.support.site import CONFIG, Network, Site, flow, lossless, mtu_differs, settle, stays
 
 pytestmark = pytest.mark.system

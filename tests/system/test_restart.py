@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
-from tests.support.overlay import device, direct_routes, rules
+from tests.support.expected import device, direct_routes, rules
 from tests.support.site import CONFIG, Network, Site, differs, lossless, peer_value, settle
 
 pytestmark = pytest.mark.system

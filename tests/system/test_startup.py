@@ -15,7 +15,7 @@ import pytest
 
 from flanneld.ctl.lab.hosts import Daemon, Host
 from flanneld.ctl.lab.lab import SWITCH_V4
-from tests.support.overlay import device, rules
+from tests.support.expected import device, rules
 from tests.support.site import CONFIG, Network, Site, cpu_s, lacks, peer_value, readyz, settle, stays
 
 pytestmark = pytest.mark.system
@@ -181,6 +181,25 @@ def test_C05_exhausted_pool_is_waited_for(make_network: Callable[..., Network]) 
     host.daemon.wait_ready(5)
     assert network.subnet(host) == "10.5.0.128/26"
     network.settled(5)
+
+
+@pytest.mark.parametrize(("bridge", "address"), [("docker0", "10.5.27.1/24"), ("cni0", "10.5.9.1/24")])
+def test_N05_N06_bridge_of_an_earlier_lease_is_told_until_it_is_gone(
+    make_network: Callable[..., Network], bridge: str, address: str
+) -> None:
+    network = make_network(CONFIG | {"SubnetMin": "10.5.19.0", "SubnetMax": "10.5.19.0"})
+    host = network.host(*WAITS)
+    host.namespace.ip(f"link add {bridge} type bridge", f"addr add {address} dev {bridge}", f"link set {bridge} up")
+    host.daemon.start()
+    host.daemon.wait_ready()
+    words = bridge, address, "10.5.19.0/24"
+    settle("STATUS", lacks(partial(status, host), *words), 5)
+    settle("log", lacks(host.daemon.log, "WARNING", *words), 5)
+    assert readyz(host, PORT)[0] == 200
+    assert all(word in readyz(host, PORT)[1] for word in words)
+    host.namespace.ip(f"link del {bridge}")
+    settle("/readyz", lambda: bridge in readyz(host, PORT)[1], 10)
+    assert bridge not in status(host)
 
 
 # -- refusing -----------------------------------------------------------------------

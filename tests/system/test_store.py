@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.ctl.lab.etcd import Etcd
 from flanneld.ctl.lab.hosts import Host
-from tests.support.overlay import device
+from tests.support.expected import device
 from tests.support.site import Network, Site, cpu_s, lacks, lossless, peer_value, settle
 
 pytestmark = pytest.mark.system
