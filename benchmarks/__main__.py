@@ -78,7 +78,8 @@ def _report(costs: list[Figures], traffic: list[Figures], idle_s: float, load_be
         f"flanneld {__version__}, etcd mode, vxlan, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. {describe()};"
         f" load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after.",
         f"Medians of {len(costs)} rounds. Each round measures daemon and reference next to each other; a ratio is the"
-        " median of the rounds' own ratios. Etcd, hosts and tools share the machine.",
+        " median of the rounds' own ratios. Etcd, hosts and tools share the machine. Where its load average says that"
+        " others do too, processor times tell more than times that passed.",
         render(COSTS, costs),
         "- exec to READY: from the start of the process to READY=1 on its notification socket. With leases, routes,"
         " neighbours and FDB entries are read back with ip(8) and bridge(8) right after it, and have to be all there.\n"
