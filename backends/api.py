@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from backends.dataplane.model import DesiredState, Link, LinkSpec
+from backends.dataplane.ports import Kernel
 from subnet.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 
 OnLink: TypeAlias = Callable[[IPAddress], bool]
@@ -87,6 +88,56 @@ class Backend(Protocol):
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
         """Return the wanted kernel state. Leases that cannot be used appear in its ``problems``."""
+        ...
+
+
+CLOSE_WITHIN_S = 1.5
+"""Time that a carrier gets to end; the process itself leaves within two seconds of a signal."""
+
+
+class Carrier(Protocol):
+    """What carries packets beside the kernel's entries: commands, a packet pump, a key daemon.
+
+    Driven by one thread, which it must not hold up: work that takes time
+    belongs to threads of its own. It lives longer than a backend value, which
+    is made anew with every change of the setting. Subclasses inherit the
+    answers of a carrier that is never waited for.
+    """
+
+    def ensure(self, kernel: Kernel) -> dict[str, Link]:
+        """Bring up what is needed before the lease, or mend it; return the devices it holds. Raises KernelError."""
+        return {}
+
+    def unprepared(self) -> str:
+        """Return why it is not known yet what peers must be told; empty: it is."""
+        return ""
+
+    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+        """Carry between the own subnets and these peers from now on; called at every change, and now and then."""
+        ...
+
+    def unready(self) -> str:
+        """Return why, since ``carry``, packets do not flow yet; empty: they do."""
+        return ""
+
+    def problems(self) -> Mapping[str, str]:
+        """Return the leases in trouble, by key, with the reason."""
+        return {}
+
+    def close(self) -> None:
+        """End it, in at most CLOSE_WITHIN_S."""
+        ...
+
+
+@runtime_checkable
+class CarryingBackend(Backend, Protocol):
+    """A backend with a carrier. ``attrs`` is asked for once that is prepared."""
+
+    def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
+        """Return the carrier to drive: ``earlier`` if it still fits, else a new one, with ``earlier`` closed.
+
+        ``wake`` may be called from any thread: an answer of the carrier has changed.
+        """
         ...
 
 

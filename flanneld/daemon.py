@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from backends.api import CLOSE_WITHIN_S
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
@@ -34,7 +35,7 @@ from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
 
-END_WITHIN_S = 1.5
+END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 """Time the threads get to unwind after a signal; then the process ends without them."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends import load_backend
-from backends.api import Backend, ExternalInterface, Setting
+from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import leftover_links
 from backends.dataplane.model import Address, Change, DesiredState, Link, Route
@@ -22,7 +22,7 @@ from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, 
 from backends.dataplane.reconcile import Reconciler
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
-from flanneld.inbox import Event, Inbox, KernelEvents
+from flanneld.inbox import Event, Inbox, KernelEvents, Wake
 from flanneld.liveconfig import restart_reason
 from flanneld.peering import Peering
 from flanneld.systemd import Notifier
@@ -93,6 +93,7 @@ class Owner:
         self._manager, self._traffic_want = manager, traffic_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
+        self._carrier_reporter = Reporter(log, clock, again_s=600)
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._underlay = Underlay(kernel, plan.wish, clock)
@@ -113,6 +114,10 @@ class Owner:
         self._backend: Backend | None = None
         self._backend_of: Setting | None = None
         self._links: dict[str, Link] = {}
+        self._carrier: Carrier | None = None
+        self._carried: dict[str, Link] = {}
+        self._carrier_problems: Mapping[str, str] = {}
+        self._carried_for: tuple[Setting, Subnets] | None = None
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
@@ -137,6 +142,13 @@ class Owner:
 
     def run(self, stop: threading.Event) -> None:
         """Go round until told to stop, or until ``exit_code`` says why it ended."""
+        try:
+            self._go_round(stop)
+        finally:
+            if self._carrier is not None:
+                self._carrier.close()
+
+    def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
             self._round()
             limit = self._plan.startup_timeout_s
@@ -172,7 +184,7 @@ class Owner:
             self._retry_at = None
 
     def _take_kernel(self, event: KernelEvent) -> None:
-        mine = self._links.keys() | self._made
+        mine = self._links.keys() | self._made | self._carried.keys()
         interface = self._underlay.interface
         if isinstance(event, Overflow):
             self._doubt_everything()
@@ -279,14 +291,17 @@ class Owner:
         if own is None:
             raise NotYet(self._own_problem or "waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
-        rules_problem = self._rules_problem()
-        if not rules_problem:
+        problem = self._rules_problem()
+        # Not held up by rules in trouble: peers do not wait for them.
+        carrier_problem = self._carry(backend, setting, own.subnets)
+        problem = problem or carrier_problem
+        if not problem:
             self._ensure_addresses(backend, own.subnets)
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
         self._clean_up(setting)
-        if rules_problem:
-            raise NotYet(rules_problem)
+        if problem:
+            raise NotYet(problem)
         self._is_ready(own)
 
     def _usable_config(self) -> NetworkConfig:
@@ -326,10 +341,45 @@ class Owner:
             self._made |= {spec.name for spec in specs}
             self._links = self._devices.ensure(specs)
             self._macs = {name: link.mac for name, link in self._links.items()}
-            indexes = {link.index: link.name for link in self._links.values()}
+            self._carried = self._ensure_carrier(backend)
+            indexes = {link.index: link.name for link in (*self._links.values(), *self._carried.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
+        if self._carrier is not None and (reason := self._carrier.unprepared()):
+            raise NotYet(reason)
         return backend.attrs(self._links)
+
+    def _ensure_carrier(self, backend: Backend) -> dict[str, Link]:
+        earlier = self._carrier
+        if isinstance(backend, CarryingBackend):
+            self._carrier = backend.carrier(earlier, self._wake)
+        else:
+            self._close_carrier()
+        if self._carrier is not earlier:
+            self._carried_for = None
+        return self._carrier.ensure(self._kernel) if self._carrier is not None else {}
+
+    def _close_carrier(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier, self._carrier_problems = None, {}
+
+    def _wake(self) -> None:
+        self._inbox.post(Wake())
+
+    def _carry(self, backend: Backend, setting: Setting, own: Subnets) -> str:
+        """Tell the carrier what to carry; return why packets do not flow yet, empty if they do."""
+        carrier = self._carrier
+        if carrier is None:
+            return ""
+        if self._peering.moved or self._carried_for != (setting, own):
+            carrier.carry(own, self._peering.peers(backend, setting, own))
+            self._carried_for = (setting, own)
+        self._carrier_problems = carrier.problems()
+        for topic, text in self._carrier_problems.items():
+            self._carrier_reporter.problem(topic, text)
+        self._carrier_reporter.forget_except(self._carrier_problems)
+        return carrier.unready()
 
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
@@ -447,7 +497,7 @@ class Owner:
     # -- what others are told ---------------------------------------------
 
     def _is_ready(self, own: Lease) -> None:
-        problems = len(self._problems)
+        problems = len(self._problems.keys() | self._carrier_problems.keys())
         status = f"subnet {own.subnets}, {max(len(self._peering.leases) - 1, 0)} other leases"
         if problems:
             status += f", {problems} with problems"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from ipaddress import ip_network
 
@@ -30,6 +31,8 @@ class Peering:
         self.moved = True
         """Whether something changed since the table was last asked for."""
         self._peers = PeerSet((), None)
+        self._pending: dict[Subnets, Lease | None] = {}
+        """Changes of peers that the table has not got yet."""
         self._table: WantedTable | None = None
         self._table_of: tuple[Setting, Subnets, bool] | None = None
         self._interface: ExternalInterface | None = None
@@ -59,8 +62,27 @@ class Peering:
             self._on_link.clear()
             self._ways_changed = self.moved = True
 
+    def peers(self, backend: Backend, setting: Setting, own: Subnets) -> Collection[Lease]:
+        """Return the admitted leases. ``moved`` stays as it is."""
+        self._renew(backend, setting, own)
+        self._pending |= self._peers.take()
+        return tuple(self._peers.peers.values())
+
     def table(self, backend: Backend, setting: Setting, own: Subnets) -> WantedTable:
         """Return the wanted entries, up to date. It is another object when it is to be compared whole."""
+        table = self._renew(backend, setting, own)
+        for subnets, peer in (self._pending | self._peers.take()).items():
+            self._set(table, backend, own, subnets, peer)
+        self._pending.clear()
+        if self._ways_changed:
+            self._ways_changed = False
+            for subnets, peer in self._peers.peers.items():
+                self._set(table, backend, own, subnets, peer)
+        self.moved = False
+        return table
+
+    def _renew(self, backend: Backend, setting: Setting, own: Subnets) -> WantedTable:
+        """Return the table as it is, or an empty one if another setting, own subnet or kind of list needs it."""
         about = setting, own, self.leases.complete
         if self._table is None or self._table_of != about:
             interface = self._interface = setting.interface
@@ -74,13 +96,7 @@ class Peering:
             base = replace(backend.desired(own, (), lambda _: False), additive=not self.leases.complete)
             self._table = WantedTable(base)
             self._table_of = about
-        for subnets, peer in self._peers.take().items():
-            self._set(self._table, backend, own, subnets, peer)
-        if self._ways_changed:
-            self._ways_changed = False
-            for subnets, peer in self._peers.peers.items():
-                self._set(self._table, backend, own, subnets, peer)
-        self.moved = False
+            self._pending.clear()
         return self._table
 
     def _set(self, table: WantedTable, backend: Backend, own: Subnets, subnets: Subnets, peer: Lease | None) -> None:
