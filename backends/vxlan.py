@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_interface
@@ -22,6 +23,8 @@ from subnet.errors import ConfigError, LeaseDataError
 from subnet.model import Family, IPAddress, IPNetwork, Json, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.options import OptionReader
 from subnet.wire import is_unicast_mac, parse_mac
+
+log = logging.getLogger(__name__)
 
 TYPE = "vxlan"
 OVERHEAD_BYTES: Mapping[Family, int] = {4: 50, 6: 70}
@@ -79,6 +82,9 @@ class VxlanBackend:
         for family in setting.config.families:
             if setting.interface.local(family) is None:
                 raise ConfigError(f"{setting.interface.name} has no IPv{family} address, which the config enables")
+        wish, underlay = self._options.mtu_bytes, setting.interface.mtu_bytes
+        if wish > underlay:
+            log.warning("Backend.MTU %d is more than %s carries; %d is used", wish, setting.interface.name, underlay)
 
     def _name(self, family: Family) -> str:
         return device_name(family, self._options.vni)
@@ -116,13 +122,16 @@ class VxlanBackend:
         )
 
     def device_macs(self, attrs: LeaseAttrs) -> dict[str, str]:
-        """The VTEP MACs in a lease value, by device name; unusable ones are left out."""
+        """The VTEP MACs in a lease value, by device name; unusable ones are left out with a warning."""
         found: dict[str, str] = {}
         for family in self._config.families:
-            try:
-                found[self._name(family)] = vtep_mac(attrs.data(family))
-            except LeaseDataError:
+            data = attrs.data(family)
+            if attrs.backend_type != TYPE or data is None:
                 continue
+            try:
+                found[self._name(family)] = vtep_mac(data)
+            except LeaseDataError as error:
+                log.warning("the MAC that peers know cannot be kept: %s", error)
         return found
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -54,8 +55,14 @@ def serve(options: Options) -> int:
     crash = Crash(signals.wake)
     crash.install()
 
-    manager = _remembered(_manager(options, clock), options, clock)
-    traffic = TrafficKeeper(clock, options.iptables_resync_s)
+    manager = _remembered(_manager(options, clock, os.environ), options, clock)
+    traffic = TrafficKeeper(
+        clock,
+        options.iptables_resync_s,
+        manage_sysctls=options.manage_sysctls,
+        cleanup_on_exit=options.cleanup_on_exit,
+        vtep_filter=options.vtep_filter,
+    )
     ended: list[int] = []
 
     def own() -> None:
@@ -68,6 +75,7 @@ def serve(options: Options) -> int:
                 kernel=kernel,
                 manager=manager,
                 traffic_want=traffic.want,
+                filter_want=traffic.want_filter,
                 inbox=inbox,
                 health=health,
                 notifier=notifier,
@@ -115,7 +123,11 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _manager(options: Options, clock: Clock) -> SubnetManager:
+def _manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
+    return _kube_manager(options, clock, environ) if options.kube_subnet_mgr else _etcd_manager(options, clock)
+
+
+def _etcd_manager(options: Options, clock: Clock) -> SubnetManager:
     from subnet.etcd.manager import EtcdManager  # noqa: PLC0415 - gRPC is loaded only where etcd is used
     from subnet.etcd.settings import EtcdSettings  # noqa: PLC0415
 
@@ -139,10 +151,29 @@ def _remembered(manager: SubnetManager, options: Options, clock: Clock) -> Subne
     return CachedManager(
         manager,
         Path(options.state_file),
-        f"etcd {join(options.etcd_prefix)}",
+        f"kube {options.kube_annotation_prefix}" if options.kube_subnet_mgr else f"etcd {join(options.etcd_prefix)}",
         offline_start=options.offline_start,
+        check_pools=not options.kube_subnet_mgr,
         clock=clock,
     )
+
+
+def _kube_manager(options: Options, clock: Clock, environ: Mapping[str, str]) -> SubnetManager:
+    from subnet.kube.manager import KubeManager  # noqa: PLC0415 - loaded only where Kubernetes is used
+    from subnet.kube.settings import KubeSettings, check  # noqa: PLC0415
+
+    settings = KubeSettings(
+        api_url=options.kube_api_url,
+        kubeconfig_file=options.kubeconfig_file,
+        prefix=options.kube_annotation_prefix,
+        node_name=environ.get("NODE_NAME", ""),
+        pod_name=environ.get("POD_NAME", ""),
+        pod_namespace=environ.get("POD_NAMESPACE", ""),
+        net_config_path=options.net_config_path,
+        set_network_condition=options.set_node_network_unavailable,
+    )
+    check(settings, environ)
+    return KubeManager(settings, clock)
 
 
 def _plan(options: Options) -> Plan:
@@ -158,6 +189,11 @@ def _plan(options: Options) -> Plan:
         ip_masq=options.ip_masq,
         forward_rules=options.iptables_forward_rules,
         random_fully=not options.ip_masq_fully_random_disable,
+        masq_exclude=options.ip_masq_exclude,
+        chain_prefix=options.chain_prefix,
+        table_prefix=options.table_prefix,
+        blackhole=options.ip_blackhole_route,
+        vtep_filter=options.vtep_filter,
         resync_s=options.resync_period_s,
         startup_timeout_s=options.startup_timeout_s,
         tunnel_checksum_offload=options.tunnel_checksum_offload,

@@ -203,7 +203,7 @@ def _by_default_route(families: Sequence[Family], view: HostView) -> _Choice:
         usable = [r for r in routes if r.device in view.links and view.links[r.device].up]
         if not usable:
             raise InterfaceError(f"there is no IPv{family} default route")
-        usable.sort(key=lambda r: r.key[1])  # type: ignore[arg-type, return-value]
+        usable.sort(key=lambda route: route.priority)
         devices.append(usable[0].device)
     if len(set(devices)) > 1:
         raise InterfaceError(f"the default routes use different interfaces: {', '.join(devices)}")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from flanneld.goflags import parse_value
-from subnet.model import IPAddress
+from subnet.model import IPAddress, IPNetwork
 
 ETCD_PORT = 2379
 """Registered client port (IANA: etcd-client), for endpoints that name none."""
@@ -21,6 +21,7 @@ _ENDPOINT = re.compile(
 )
 _MODULE_LEVEL = re.compile(r"(?P<pattern>[^=]+)=(?P<level>\d+)")
 _BACKTRACE_AT = re.compile(r"[^:/]+\.[^:/]+:0*[1-9]\d*")
+_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _OUTSIDE_CLASS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _INSIDE_CLASS = re.compile(r"\\.|\[:\^?\w*:\]|.", re.DOTALL)
 _OUTSIDE_SPELLINGS = {r"\z": r"\Z"}
@@ -106,6 +107,27 @@ def address(text: str) -> IPAddress:
 def optional_address(text: str) -> IPAddress | None:
     """Return the address of either family; None for the empty text."""
     return address(text) if text else None
+
+
+def network(text: str) -> IPNetwork:
+    """Return a network; one with host bits is refused, as it is not clear what was meant."""
+    try:
+        return ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no network: {error}") from error
+
+
+def rule_name(longest: int) -> Callable[[str], str]:
+    """Return a reader of what begins names of chains or tables."""
+
+    def read(text: str) -> str:
+        if not _RULE_NAME.fullmatch(text) or len(text) > longest:
+            raise ValueError(
+                f"{text!r} is not a letter and then letters, digits, - and _, {longest} characters at most"
+            )
+        return text
+
+    return read
 
 
 def listen_address(text: str) -> IPAddress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from subnet.model import FAMILIES, Json, NetworkConfig
+from subnet.model import FAMILIES, Json, NetworkConfig, Subnets
 
 LIVE_OPTIONS: Mapping[str, frozenset[str]] = {
     "ipip": frozenset({"directrouting"}),
@@ -13,16 +13,21 @@ LIVE_OPTIONS: Mapping[str, frozenset[str]] = {
 """Backend members, lower-cased, that can change under way; every other member cannot."""
 
 
-def restart_reason(old: NetworkConfig, new: NetworkConfig) -> str:
-    """Return what of the change needs a restart, for people; empty: it can be followed live."""
+def restart_reason(old: NetworkConfig, new: NetworkConfig, own: Subnets) -> str:
+    """Return what of the change needs a restart, for people; empty: it can be followed live.
+
+    A range of subnets that no longer holds ours needs one: to move at once
+    would cut off every container of the host.
+    """
     reasons: list[str] = []
     for family in FAMILIES:
-        before, after = old.pool(family), new.pool(family)
+        before, after, subnet = old.pool(family), new.pool(family), own.of(family)
         was, now = before and before.network, after and after.network
         if was != now:
             reasons.append(f"IPv{family} network {was or 'off'} -> {now or 'off'}")
-    if old.enable_nftables != new.enable_nftables:
-        reasons.append(f"EnableNFTables {old.enable_nftables} -> {new.enable_nftables}")
+        elif before and after and before.holds(subnet) and not after.holds(subnet):
+            text = f"{after.first} to {after.last}" if after.first != after.last else f"{after.first} alone"
+            reasons.append(f"IPv{family} subnets are {text}, ours is {subnet}")
     if old.backend.type != new.backend.type:
         reasons.append(f"Backend.Type {old.backend.type} -> {new.backend.type}")
     else:

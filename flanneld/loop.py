@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends import load_backend
-from backends.api import Backend, Carrier, CarryingBackend, ExternalInterface, Setting
+from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
-from backends.dataplane.diff import leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link, Route
+from backends.dataplane.diff import foreign_addresses, leftover_links
+from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
+from flanneld.carrying import Carrying
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, Inbox, KernelEvents, Wake
@@ -28,9 +29,10 @@ from flanneld.peering import Peering
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
 from flanneld.underlay import Underlay
 from subnet import envfile
-from subnet.clock import Backoff, Clock
+from subnet.clock import Backoff, Clock, Throttle
 from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
 from subnet.manager import (
     ConfigSeen,
@@ -40,6 +42,7 @@ from subnet.manager import (
     OwnLease,
     StoreState,
     SubnetManager,
+    ThisNode,
 )
 from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
@@ -52,12 +55,14 @@ NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
 HURRY_S = 0.2
 """A pending retry is brought forward to this when the host changed."""
-COMPARE_SHARE = 4.0
-"""After a comparison of t seconds the next one waits for this many t, so that churn cannot eat the host."""
 
 
 class NotYet(FlannelError):
     """A step cannot be taken yet; the text is what people are told."""
+
+
+class Told(NotYet):
+    """The same, for a reason that whoever found it has logged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class Plan:
     ip_masq: bool = False
     forward_rules: bool = True
     random_fully: bool = True
+    masq_exclude: tuple[IPNetwork, ...] = ()
+    chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
+    blackhole: bool = False
+    vtep_filter: bool = False
     resync_s: float = 60.0
     startup_timeout_s: float = 0.0
     tunnel_checksum_offload: bool = True
@@ -84,20 +94,21 @@ class Owner:
         kernel: Kernel,
         manager: SubnetManager,
         traffic_want: Callable[[TrafficPolicy], None],
+        filter_want: Callable[[VtepFilter | None], None],
         inbox: Inbox,
         health: Health,
         notifier: Notifier,
         clock: Clock,
     ) -> None:
         self._plan, self._kernel = plan, kernel
-        self._manager, self._traffic_want = manager, traffic_want
+        self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
-        self._carrier_reporter = Reporter(log, clock, again_s=600)
+        self._carrying = Carrying(kernel, clock, lambda: inbox.post(Wake()))
         self._reconciler = Reconciler(kernel, Reporter(log, clock, again_s=600))
         self._devices = DeviceKeeper(kernel, tx_checksum=plan.tunnel_checksum_offload)
         self._underlay = Underlay(kernel, plan.wish, clock)
-        self._peering = Peering(kernel, clock)
+        self._peering = Peering(kernel, clock, blackhole_own=plan.blackhole)
         self._backoff = Backoff(first_s=0.2, ceiling_s=10)
         self._recheck_backoff = Backoff(first_s=0.5, ceiling_s=10)
         self.exit_code = 0
@@ -106,18 +117,16 @@ class Owner:
         self._config: NetworkConfig | None = None
         self._config_problem = "network config was not read yet"
         self._own: Lease | None = None
-        self._own_problem = "asking for a subnet lease"
+        self._own_problem = ""
         self._fatal = ""
+        self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
         self._traffic: TrafficState | None = None
 
+        self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
-        self._backend_of: Setting | None = None
+        self._built: tuple[Setting, Backend] | None = None
         self._links: dict[str, Link] = {}
-        self._carrier: Carrier | None = None
-        self._carried: dict[str, Link] = {}
-        self._carrier_problems: Mapping[str, str] = {}
-        self._carried_for: tuple[Setting, Subnets] | None = None
         self._devices_doubted = True
         self._macs: dict[str, str] = {}
         self._made: set[str] = set()
@@ -129,13 +138,15 @@ class Owner:
         self._previous = Subnets()
         self._previous_networks = Subnets()
         self._policy: TrafficPolicy | None = None
+        self._filter: VtepFilter | None = None
+        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
         self._began = clock.now()
         self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
-        self._compare_at = 0.0
+        self._comparisons = Throttle()
         self._alive_at = 0.0
 
         self._remember_earlier_run()
@@ -145,8 +156,7 @@ class Owner:
         try:
             self._go_round(stop)
         finally:
-            if self._carrier is not None:
-                self._carrier.close()
+            self._carrying.close()
 
     def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
@@ -174,6 +184,8 @@ class Owner:
                 self._take_own(event)
             case ConfigSeen():
                 self._take_config(event)
+            case ThisNode():
+                self._take_this_node(event)
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
@@ -184,7 +196,7 @@ class Owner:
             self._retry_at = None
 
     def _take_kernel(self, event: KernelEvent) -> None:
-        mine = self._links.keys() | self._made | self._carried.keys()
+        mine = self._links.keys() | self._made | self._carrying.links.keys()
         interface = self._underlay.interface
         if isinstance(event, Overflow):
             self._doubt_everything()
@@ -225,26 +237,54 @@ class Owner:
             log.warning("%s; the data plane stays as it is meanwhile", event.problem)
         self._own_problem = event.problem
 
+    def _take_this_node(self, event: ThisNode) -> None:
+        self._told = event.told
+        flags = self._plan.wish
+        wish = replace(
+            flags, public_ip=event.public_ip or flags.public_ip, public_ipv6=event.public_ipv6 or flags.public_ipv6
+        )
+        if self._underlay.wish(wish):
+            for public in (wish.public_ip, wish.public_ipv6):
+                if public is not None:
+                    log.info("public address %s: by the node's annotations or the flags", public)
+
     def _take_config(self, event: ConfigSeen) -> None:
-        if event.config is None:
-            self._config_problem = event.problem
+        config = event.config
+        if config is not None and config == self._config:
+            self._restart_reason = ""
+            self._reporter.solved("config", "the network config can be used again")
+            self._reporter.solved("restart", "the network config is the one in force again")
+            return
+        problem = event.problem if config is None else self._refusal(config)
+        if config is None or problem:
+            self._config_problem = problem
             if self._own is not None:
-                self._reporter.problem("config", f"{event.problem}; the earlier network config stays in force")
+                self._reporter.problem("config", f"{problem}; the earlier network config stays in force")
             else:
                 self._config = None
             return
         self._reporter.solved("config", "the network config can be used again")
-        if event.config == self._config:
+        held = self._own and self._own.subnets
+        self._restart_reason = restart_reason(self._config, config, held) if self._config and held else ""
+        if self._restart_reason:
+            self._reporter.problem("restart", f"network config changed, restart needed: {self._restart_reason}")
             return
-        reason = restart_reason(self._config, event.config) if self._config and self._own else ""
-        if reason:
-            self._reporter.problem("restart", f"network config changed, restart needed: {reason}")
-            return
-        self._reporter.solved("restart", "the network config is the one in force again")
+        self._reporter.solved("restart", "the network config asks for no restart any more")
         log.info("network config %s", "changed, followed live" if self._config else "read")
-        for warning in event.config.warnings:
+        for warning in config.warnings:
             log.warning("network config: %s", warning)
-        self._config = event.config
+        self._config = config
+
+    def _refusal(self, config: NetworkConfig) -> str:
+        """Return why no backend can be made of a config while an earlier one is in force; empty: one can."""
+        interface = self._underlay.interface
+        if self._own is None or interface is None:
+            return ""
+        try:
+            self._backend_for(self._setting(config, interface))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     # -- a round ----------------------------------------------------------
 
@@ -266,7 +306,7 @@ class Owner:
         try:
             self._advance()
         except NotYet as waiting:
-            self._not_ready(str(waiting))
+            self._not_ready(str(waiting), known=isinstance(waiting, Told))
         except (ConfigError, InterfaceError, KernelError, envfile.EnvFileError) as error:
             delay_s = self._backoff.next_s()
             self._retry_at = now + delay_s
@@ -289,11 +329,13 @@ class Owner:
         self._ask(attrs, config)
         own = self._own
         if own is None:
-            raise NotYet(self._own_problem or "waiting for a subnet lease")
+            if self._own_problem:
+                raise Told(self._own_problem)
+            raise NotYet("waiting for a subnet lease")
         self._ask_for_rules(config, own.subnets)
         problem = self._rules_problem()
         # Not held up by rules in trouble: peers do not wait for them.
-        carrier_problem = self._carry(backend, setting, own.subnets)
+        carrier_problem = self._carrying.carry(self._peering, backend, setting, own.subnets)
         problem = problem or carrier_problem
         if not problem:
             self._ensure_addresses(backend, own.subnets)
@@ -308,8 +350,6 @@ class Owner:
         if self._config is None:
             problem = self._store_problem or self._config_problem
             raise NotYet(f"waiting for the network config: {problem}")
-        if self._config.enable_nftables:
-            raise NotYet("EnableNFTables is not available in this version; set it to false")
         return self._config
 
     def _external_interface(self, config: NetworkConfig) -> ExternalInterface:
@@ -327,11 +367,16 @@ class Owner:
         return Setting(config, interface, frozenset(networks))
 
     def _the_backend(self, setting: Setting) -> Backend:
-        if self._backend is None or self._backend_of != setting:
-            self._backend = load_backend(setting)
-            self._backend_of = setting
+        backend = self._backend_for(setting)
+        if backend is not self._backend:
+            self._backend = backend
             self._devices_doubted = True
-        return self._backend
+        return backend
+
+    def _backend_for(self, setting: Setting) -> Backend:
+        if self._built is None or self._built[0] != setting:
+            self._built = (setting, load_backend(setting))
+        return self._built[1]
 
     def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
         if self._devices_doubted:
@@ -341,48 +386,18 @@ class Owner:
             self._made |= {spec.name for spec in specs}
             self._links = self._devices.ensure(specs)
             self._macs = {name: link.mac for name, link in self._links.items()}
-            self._carried = self._ensure_carrier(backend)
-            indexes = {link.index: link.name for link in (*self._links.values(), *self._carried.values())}
+            self._carrying.ensure(backend)
+            indexes = {link.index: link.name for link in (*self._links.values(), *self._carrying.links.values())}
             self._reconciler.know_devices({**indexes, interface.index: interface.name})
             self._devices_doubted = False
-        if self._carrier is not None and (reason := self._carrier.unprepared()):
+        if reason := self._carrying.unprepared():
             raise NotYet(reason)
         return backend.attrs(self._links)
 
-    def _ensure_carrier(self, backend: Backend) -> dict[str, Link]:
-        earlier = self._carrier
-        if isinstance(backend, CarryingBackend):
-            self._carrier = backend.carrier(earlier, self._wake)
-        else:
-            self._close_carrier()
-        if self._carrier is not earlier:
-            self._carried_for = None
-        return self._carrier.ensure(self._kernel) if self._carrier is not None else {}
-
-    def _close_carrier(self) -> None:
-        if self._carrier is not None:
-            self._carrier.close()
-        self._carrier, self._carrier_problems = None, {}
-
-    def _wake(self) -> None:
-        self._inbox.post(Wake())
-
-    def _carry(self, backend: Backend, setting: Setting, own: Subnets) -> str:
-        """Tell the carrier what to carry; return why packets do not flow yet, empty if they do."""
-        carrier = self._carrier
-        if carrier is None:
-            return ""
-        if self._peering.moved or self._carried_for != (setting, own):
-            carrier.carry(own, self._peering.peers(backend, setting, own))
-            self._carried_for = (setting, own)
-        self._carrier_problems = carrier.problems()
-        for topic, text in self._carrier_problems.items():
-            self._carrier_reporter.problem(topic, text)
-        self._carrier_reporter.forget_except(self._carrier_problems)
-        return carrier.unready()
-
     def _macs_told_earlier(self, backend: Backend, interface: ExternalInterface) -> dict[str, str]:
         """What peers still know of an earlier run, so that a new device need not be learnt."""
+        if self._told is not None:
+            return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
         for lease in self._peering.leases.all():
             if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
@@ -401,18 +416,29 @@ class Owner:
         if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._comparisons.next_at():
             return
         looked = self._reconciler.doubtful
         outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
+        if self._plan.vtep_filter:
+            self._ask_for_filter(setting.interface)
         if looked:
-            self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
+            self._comparisons.ran(now, self._clock.now())
         self._converged_for = (setting, own)
         self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
+
+    def _ask_for_filter(self, interface: ExternalInterface) -> None:
+        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
+        tunnels = (link.tunnel for link in self._links.values())
+        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
+        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
+        if wanted != self._filter or not self._filter_asked:
+            self._filter, self._filter_asked = wanted, True
+            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
@@ -425,6 +451,8 @@ class Owner:
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for address in foreign_addresses(addresses, desired):
+            log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
 
@@ -445,6 +473,10 @@ class Owner:
             forward=self._plan.forward_rules,
             random_fully=self._plan.random_fully,
             previous=tuple(earlier),
+            masq_exclude=self._plan.masq_exclude,
+            nftables=config.enable_nftables,
+            chain_prefix=self._plan.chain_prefix,
+            table_prefix=self._plan.table_prefix,
         )
         if policy != self._policy:
             self._policy = policy
@@ -497,10 +529,13 @@ class Owner:
     # -- what others are told ---------------------------------------------
 
     def _is_ready(self, own: Lease) -> None:
-        problems = len(self._problems.keys() | self._carrier_problems.keys())
-        status = f"subnet {own.subnets}, {max(len(self._peering.leases) - 1, 0)} other leases"
+        problems = len(self._problems.keys() | self._carrying.problems.keys())
+        others = len(self._peering.leases) - (own.subnets in self._peering.leases)
+        status = f"subnet {own.subnets}, {others} other leases"
         if problems:
             status += f", {problems} with problems"
+        if self._restart_reason:
+            status += f"; restart needed: {self._restart_reason}"
         if self._store_problem:
             status += f"; {self._store_problem}"
         if not self._health.ready:
@@ -509,15 +544,17 @@ class Owner:
         self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
+        self._manager.ready()
 
-    def _not_ready(self, reason: str) -> None:
+    def _not_ready(self, reason: str, known: bool = False) -> None:
+        """Tell everybody why; what is ``known`` from the log is not logged again."""
         now = self._clock.now()
         if self._health.ready or reason != self._health.reason:
             self._waiting_since = now
         self._health.ready, self._health.reason = False, reason
         self._notifier.status(f"not ready: {reason}")
         # What is over within a second is no news.
-        if now - self._waiting_since >= NEWS_S:
+        if not known and now - self._waiting_since >= NEWS_S:
             self._reporter.problem("ready", f"not ready: {reason}")
 
     def _sleep_s(self) -> float:
@@ -532,7 +569,7 @@ class Owner:
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
         if self._reconciler.doubtful and self._converged_for is not None:
-            ends.append(self._compare_at)
+            ends.append(self._comparisons.next_at())
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:

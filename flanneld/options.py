@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from flanneld import flagvalues, goflags
 from subnet.errors import UsageError
-from subnet.model import IPAddress
+from subnet.kube.annotations import annotation_prefix
+from subnet.model import IPAddress, IPNetwork
 
 ENVIRONMENT_PREFIX = "FLANNELD_"
 REDACTED = "***"
@@ -118,9 +119,19 @@ class Options:
         "kube-subnet-mgr", False, _KUBERNETES, "take subnets from the Kubernetes API, not from etcd"
     )
     kube_api_url: str = _flag("kube-api-url", "", _KUBERNETES, "API server, when not running in a pod")
-    kubeconfig_file: str = _flag("kubeconfig-file", "", _KUBERNETES, "kubeconfig file, when not running in a pod")
+    kubeconfig_file: str = _flag(
+        "kubeconfig-file",
+        "",
+        _KUBERNETES,
+        "kubeconfig file, when not running in a pod",
+        read=flagvalues.readable_file,
+    )
     kube_annotation_prefix: str = _flag(
-        "kube-annotation-prefix", "flannel.alpha.coreos.com", _KUBERNETES, "prefix of the node annotations"
+        "kube-annotation-prefix",
+        "flannel.alpha.coreos.com",
+        _KUBERNETES,
+        "prefix of the node annotations",
+        read=annotation_prefix,
     )
     net_config_path: str = _flag(
         "net-config-path", "/etc/kube-flannel/net-conf.json", _KUBERNETES, "file that holds the network config"
@@ -205,6 +216,14 @@ class Options:
     ip_masq_fully_random_disable: bool = _flag(
         "ip-masq-fully-random-disable", False, _RULES, "never masquerade with fully random source ports"
     )
+    ip_masq_exclude: tuple[IPNetwork, ...] = _flag(
+        "ip-masq-exclude",
+        "",
+        _RULES,
+        "destination network that pods reach with their own address",
+        read=flagvalues.network,
+        repeatable=True,
+    )
     iptables_resync_s: int = _flag(
         "iptables-resync",
         5,
@@ -218,6 +237,24 @@ class Options:
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, _RULES, "discard traffic to own addresses that no pod has"
     )
+    chain_prefix: str = _flag(
+        "chain-prefix",
+        "FLANNEL",
+        _RULES,
+        "first part of the names of iptables chains; another daemon on this host needs another",
+        read=flagvalues.rule_name(20),
+    )
+    table_prefix: str = _flag(
+        "table-prefix",
+        "flannel",
+        _RULES,
+        "first part of the names of nftables tables; another daemon on this host needs another",
+        read=flagvalues.rule_name(64),
+    )
+    manage_sysctls: bool = _flag(
+        "manage-sysctls", False, _RULES, "switch on forwarding, and iptables for bridged packets, where they are off"
+    )
+    cleanup_on_exit: bool = _flag("cleanup-on-exit", False, _RULES, "remove the traffic rules at the end")
 
     startup_timeout_s: int = _flag(
         "startup-timeout",
@@ -269,9 +306,6 @@ FLAGS: Mapping[str, Flag] = {f.name: f.metadata["flag"] for f in fields(Options)
 VERSION = "version"
 _KINDS: dict[str, goflags.Kind] = {VERSION: "bool", **{flag.name: flag.kind for flag in FLAGS.values()}}
 
-NOT_YET = {"kube_subnet_mgr": "the Kubernetes subnet manager", "ip_blackhole_route": "the blackhole route"}
-"""Fields of switches that this version knows but cannot follow, and what they ask for."""
-
 
 @dataclass(frozen=True, slots=True)
 class ShowHelp:
@@ -320,8 +354,6 @@ def _read(field_name: str, source: str, values: Sequence[goflags.Value]) -> Any:
         found = tuple(flag.read(goflags.parse_value(flag.kind, v) if isinstance(v, str) else v) for v in values)
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from error
-    if found[-1] and field_name in NOT_YET:
-        raise UsageError(f"{source}: {NOT_YET[field_name]} is not available in this version")
     return found if flag.repeatable else found[-1]
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 from ipaddress import ip_network
 
 from backends.api import Backend, ExternalInterface, Setting
+from backends.dataplane.model import Route, blackhole
 from backends.dataplane.ports import Kernel
 from backends.dataplane.table import WantedTable
 from subnet.clock import Clock
 from subnet.errors import KernelError
 from subnet.leaseset import LeaseSet, checks_for
 from subnet.manager import LeasesChanged, LeasesListed
-from subnet.model import IPAddress, Lease, Subnets
+from subnet.model import FAMILIES, IPAddress, Lease, Subnets
 from subnet.peers import PeerSet
 from subnet.report import Reporter
 
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 class Peering:
     """Leases in, one table of wanted entries out."""
 
-    def __init__(self, kernel: Kernel, clock: Clock) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Kernel, clock: Clock, *, blackhole_own: bool = False) -> None:
+        self._kernel, self._blackhole_own = kernel, blackhole_own
         self._reporter = Reporter(log, clock, again_s=600)
         self.leases = LeaseSet()
         self.moved = True
@@ -94,6 +95,8 @@ class Peering:
             self._peers.load(self.leases.all())
             # Leases remembered from an earlier run only fill gaps: what the kernel holds may be newer.
             base = replace(backend.desired(own, (), lambda _: False), additive=not self.leases.complete)
+            if self._blackhole_own:
+                base = replace(base, routes=base.routes | _blackholes(own, setting))
             self._table = WantedTable(base)
             self._table_of = about
             self._pending.clear()
@@ -104,6 +107,11 @@ class Peering:
             table.remove(str(subnets))
         else:
             table.put(str(subnets), (peer.revision, peer.key), backend.desired(own, (peer,), self._is_on_link))
+
+    def public_addresses(self) -> frozenset[IPAddress]:
+        """Return the announced addresses of all peers."""
+        announced = (peer.attrs.public(family) for peer in self._peers.peers.values() for family in FAMILIES)
+        return frozenset(address for address in announced if address is not None)
 
     def refused(self) -> dict[str, str]:
         """Return the leases that are no peers, or not in every family, with the reason; log what is new."""
@@ -130,3 +138,7 @@ class Peering:
                     known = False
             self._on_link[address] = known
         return bool(known)
+
+
+def _blackholes(own: Subnets, setting: Setting) -> frozenset[Route]:
+    return frozenset(blackhole(net) for net in map(own.of, setting.config.families) if net is not None)

@@ -30,6 +30,13 @@ class Underlay:
         self.addresses: frozenset[IPAddress] = frozenset()
         """Addresses of the whole host, loopback ones left out."""
 
+    def wish(self, wish: Wish) -> bool:
+        """Choose by this wish from now on; returns whether it is another one."""
+        if wish == self._wish:
+            return False
+        self._wish, self._families = wish, ()
+        return True
+
     def doubt(self) -> None:
         """Look at the host again before the interface is next used."""
         self._doubted = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from flanneld.options import FLAGS, GROUPS, NOT_YET, Flag
+from flanneld.options import FLAGS, GROUPS, Flag
 
 _INTRODUCTION = """\
 Usage: flanneld [flags]
@@ -21,7 +21,7 @@ def usage() -> str:
     """Return all flags by group, with types and defaults; ends with a newline."""
     parts = [_INTRODUCTION]
     for group in GROUPS:
-        members = [_entry(field_name, flag) for field_name, flag in FLAGS.items() if flag.group == group]
+        members = [_entry(flag) for flag in FLAGS.values() if flag.group == group]
         parts.append("\n".join([f"{group}:", *members, ""]))
     parts.append(
         "\n".join(["Information:", "  --help, -h", "        show this text", "  --version", "        show the version"])
@@ -29,14 +29,12 @@ def usage() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _entry(field_name: str, flag: Flag) -> str:
+def _entry(flag: Flag) -> str:
     notes = (
         [f"default {str(flag.default).lower() if flag.kind == 'bool' else flag.default}"] if flag.default != "" else []
     )
     if flag.repeatable:
         notes.append("can be repeated")
-    if field_name in NOT_YET:
-        notes.append("not available in this version")
     remarks = f" ({'; '.join(notes)})" if notes else ""
     value = "[=bool]" if flag.kind == "bool" else f" {flag.kind}"
     text = fill(flag.text + remarks, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)

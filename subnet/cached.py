@@ -101,6 +101,10 @@ class CachedManager:
                 request = replace(request, previous=own.subnets)
         self._inner.want(request)
 
+    def ready(self) -> None:
+        """See SubnetManager."""
+        self._inner.ready()
+
     def underlay_changed(self) -> None:
         """See SubnetManager."""
         self._inner.underlay_changed()
@@ -187,7 +191,7 @@ def describe(memory: Memory, now_s: float) -> str:
     age_s = now_s - state.seen_at_s
     text = f"starting from cached state of {_date(state)}"
     text += f", {_span(age_s)} old" if age_s >= 0 else ", which is later than this host's clock"
-    text += f", with {len(state.peers)} peers"
+    text += f", with {len(state.peers)} peer{'' if len(state.peers) == 1 else 's'}"
     if own is not None:
         text += f" and our lease {own.subnets}"
         if not own.reserved and age_s >= LEASE_TTL_S:

@@ -42,6 +42,9 @@ class LeaseSet:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, subnets: object) -> bool:
+        return subnets in self._leases
+
     def changed(self, event: LeasesChanged) -> bool:
         """Apply changes in their order; those that the last list already holds are passed over.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, TypeAlias
 
 from subnet.model import IPAddress, Lease, LeaseAttrs, NetworkConfig, Subnets
@@ -28,7 +29,11 @@ class ConfigSeen:
 
 @dataclass(frozen=True, slots=True)
 class LeasesListed:
-    """All leases at one revision, own one included; replaces whatever was known."""
+    """All leases at one revision; replaces whatever was known.
+
+    The own one is among them where the store itself does not tell it from the
+    others (see ThisNode).
+    """
 
     leases: tuple[Lease, ...]
     revision: int
@@ -67,7 +72,21 @@ class StoreState:
     problem: str = ""
 
 
-StoreEvent: TypeAlias = ConfigSeen | LeasesListed | LeasesChanged | OwnLease | StoreState
+@dataclass(frozen=True, slots=True)
+class ThisNode:
+    """What the store says about this very node, where it knows nodes; posted before the config and the leases.
+
+    ``public_ip`` and ``public_ipv6`` are addresses that operators want
+    announced: stronger than the flags of these names. ``told`` is what peers
+    know of an earlier run, None if nothing.
+    """
+
+    public_ip: IPv4Address | None = None
+    public_ipv6: IPv6Address | None = None
+    told: LeaseAttrs | None = None
+
+
+StoreEvent: TypeAlias = ConfigSeen | LeasesListed | LeasesChanged | OwnLease | StoreState | ThisNode
 Post: TypeAlias = Callable[[StoreEvent], None]
 
 
@@ -95,6 +114,10 @@ class SubnetManager(Protocol):
 
     def want(self, request: LeaseRequest) -> None:
         """Declare the wanted lease; acquires, updates or keeps it. Repeating it is free."""
+        ...
+
+    def ready(self) -> None:
+        """Tell that this node carries traffic, for whoever waits for that. Repeating it is free."""
         ...
 
     def underlay_changed(self) -> None:

@@ -32,6 +32,10 @@ class Subnets:
         """Return the network of one family, None if the lease has none."""
         return self.v4 if family == 4 else self.v6
 
+    def __hash__(self) -> int:
+        # Leases are looked up by it in thousands, and ipaddress hashes slowly.
+        return hash((self.v4 and int(self.v4.network_address), self.v6 and int(self.v6.network_address)))
+
     def __str__(self) -> str:
         return " and ".join(str(n) for n in (self.v4, self.v6) if n is not None)
 

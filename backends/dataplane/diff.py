@@ -19,6 +19,7 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    blackhole,
 )
 from subnet.model import IPNetwork
 
@@ -40,13 +41,25 @@ def _stale_address(address: Address, desired: DesiredState) -> bool:
     return address.family == 6 or any(address.interface.ip in network for network in desired.networks)
 
 
+def foreign_addresses(addresses: Iterable[Address], desired: DesiredState) -> tuple[Address, ...]:
+    """Addresses outside the networks that somebody gave our devices (a DHCP client, say); they are left alone."""
+    return tuple(
+        _sorted(
+            a for a in addresses if a.device in desired.devices and a.scope != "link" and not _stale_address(a, desired)
+        )
+    )
+
+
 def owned_route(route: Route, desired: DesiredState) -> bool:
     """Whether an unwanted route is ours to remove.
 
     On our own devices: all but the kernel's own. On the external interface,
     strictly inside the cluster's networks: those with our protocol number, and
-    gateway routes with protocol boot, which Go flannel leaves behind.
+    gateway routes with protocol boot, which Go flannel leaves behind. Without a
+    device, in the same place: what ``blackhole`` makes.
     """
+    if route == blackhole(route.destination):
+        return _inside(route.destination, desired.networks)
     if route.type != "unicast" or route.protocol == PROTO_KERNEL:
         return False
     if route.device in desired.devices:
@@ -86,7 +99,7 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     Additions go address, neighbour, FDB entry, route, so that a route never
     points at an unknown VTEP; removals follow in reverse order, after the
     additions, so that what moves is not interrupted. A put replaces what the
-    kernel holds under the same key. An additive state only fills gaps.
+    kernel holds under the same key; where it cannot, that is removed first. An additive state only fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
     addresses = _missing(desired.addresses, observed.addresses, desired)
@@ -108,11 +121,28 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
         ),
         *_sorted(a for a in observed.addresses - desired.addresses if _stale_address(a, desired)),
     ]
-    return (*(Change("put", target) for target in puts), *(Change("delete", target) for target in deletes))
+    return (
+        *(Change("delete", rival) for rival in _rivals(routes, observed)),
+        *(Change("put", target) for target in puts),
+        *(Change("delete", target) for target in deletes),
+    )
+
+
+def _rivals(routes: Iterable[Route], observed: ObservedState) -> list[Route]:
+    """Routes in the place of a wanted on-link IPv6 route, through another device.
+
+    The kernel lets them not be replaced: it looks for the gateway, which lies
+    inside the destination, and finds it behind the other device (net/ipv6/route.c,
+    ip6_route_check_nh_onlink).
+    """
+    wanted = {route.key: route.device for route in routes if route.family == 6 and route.onlink}
+    if not wanted:
+        return []
+    return _sorted(r for r in observed.routes if r.key in wanted and r.device != wanted[r.key])
 
 
 def _sorted(targets: Iterable[_T]) -> list[_T]:
-    return sorted(targets, key=str)
+    return sorted(targets, key=lambda target: target.key)
 
 
 def _after(same_key: list[_T], target: _T, put: bool) -> list[_T]:

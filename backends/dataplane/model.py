@@ -1,4 +1,8 @@
-"""Kernel objects as values. Devices are named; the adapter turns names into indexes."""
+"""Kernel objects as values. Devices are named; the adapter turns names into indexes.
+
+Objects hash by their key, which holds integers: thousands are put into sets,
+and hashing addresses takes its time.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +131,10 @@ class Address:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel tells addresses apart by."""
-        return self.device, self.interface
+        return self.device, self.interface.version, int(self.interface.ip), self.interface.network.prefixlen
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         return f"address {self.interface} dev {self.device}"
@@ -144,7 +151,10 @@ class Neighbour:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel replaces by."""
-        return self.device, self.address
+        return self.device, self.address.version, int(self.address)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
@@ -163,6 +173,9 @@ class FdbEntry:
         """Return what the kernel replaces by."""
         return self.device, self.mac
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"fdb {self.mac} dev {self.device} dst {self.remote}"
 
@@ -180,7 +193,10 @@ class Encap:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route of the main table. ``metric`` None: the kernel's default for the family."""
+    """A route of the main table. ``metric`` None: the kernel's default for the family.
+
+    One that discards packets has no device.
+    """
 
     destination: IPNetwork
     device: str
@@ -200,12 +216,34 @@ class Route:
     @property
     def key(self) -> tuple[object, ...]:
         """Return what the kernel replaces by: destination and metric."""
-        return self.destination, METRIC[self.family] if self.metric is None else self.metric
+        destination = self.destination
+        return destination.version, int(destination.network_address), destination.prefixlen, self.priority
+
+    @property
+    def priority(self) -> int:
+        """Return the metric as a number; the lowest wins."""
+        return METRIC[self.family] if self.metric is None else self.metric
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         kind = "" if self.type == "unicast" else f"{self.type} "
         via = (f" {self.encap}" if self.encap else "") + (f" via {self.gateway}" if self.gateway else "")
-        return f"route {kind}{self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+        device = f" dev {self.device}" if self.device else ""
+        return f"route {kind}{self.destination}{via}{device}{' onlink' if self.onlink else ''}"
+
+
+BLACKHOLE_METRIC = 1 << 31
+"""Behind every route that carries: the connected one of a bridge has 0 (IPv4) or 256 (IPv6)."""
+
+
+def blackhole(subnet: IPNetwork) -> Route:
+    """Return the route that discards packets to own addresses while no device has their network.
+
+    Without it they would follow a less specific route, out of the host and perhaps back again.
+    """
+    return Route(subnet, "", protocol=PROTO_FLANNEL, metric=BLACKHOLE_METRIC, type="blackhole")
 
 
 KernelObject: TypeAlias = Address | Neighbour | FdbEntry | Route

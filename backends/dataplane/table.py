@@ -52,6 +52,7 @@ class WantedTable:
 
     def __init__(self, base: DesiredState) -> None:
         self.base = base
+        self._shared = frozenset(objects_of(base))
         self.dirty: set[Key] = set()
         self.objects: dict[Key, KernelObject] = {}
         self._entries: dict[str, tuple[_Claim, tuple[KernelObject, ...], tuple[tuple[str, str], ...]]] = {}
@@ -69,18 +70,26 @@ class WantedTable:
 
         ``rank`` orders peers by age: revision and key of the lease.
         """
-        entries = tuple(t for t in objects_of(state) if not isinstance(t, Address))
+        entries = tuple(t for t in objects_of(state) if t not in self._shared and not isinstance(t, Address))
         claim = _Claim(rank, name)
         if self._entries.get(name) == (claim, entries, state.problems):
             return
         keys = self._detach(name)
         self._entries[name] = claim, entries, state.problems
-        for target in entries:
-            keys.add(key_of(target))
-            self._claims.setdefault(key_of(target), set()).add(claim)
-        if not entries and state.problems:
+        if state.problems:
             self._problems[name] = state.problems
-        self._settle(keys)
+        by_key = {key_of(target): target for target in entries}
+        alone = True
+        for key in by_key:
+            claims = self._claims.setdefault(key, set())
+            claims.add(claim)
+            alone = alone and len(claims) == 1
+        if alone and not any(key in self._claims for key in keys - by_key.keys()):
+            # Nobody else wants any of this: the usual case.
+            for key in keys | by_key.keys():
+                self._set(key, by_key.get(key))
+        else:
+            self._settle(keys | by_key.keys())
 
     def remove(self, name: str) -> None:
         """Remove the entries of a peer; one that is not there is fine."""

@@ -268,6 +268,9 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
         name = "multipath"
     if table != RT_TABLE_MAIN or (name == "unicast" and not index):
         return None
+    if name not in {"unicast", "multipath"}:
+        # IPv6 shows these on the loopback device, IPv4 on none.
+        index = 0
     version: Family = 4 if family == AF_INET else 6
     raw = found.get(RTA_DST, b"\0" * (4 if version == 4 else 16))
     metric: int | None = _U32.unpack(found[RTA_PRIORITY])[0] if RTA_PRIORITY in found else METRIC[version]

@@ -33,6 +33,25 @@ def docker_opts(args: tuple[str, ...]) -> None:
     sys.exit(command.main(args))
 
 
+@main.command("install-cni", short_help="Install CNI configuration and plugin, each in one step.")
+@click.option("--plugin", metavar="DIRECTORY", default="", help="Install the plugin there, as flannel.")
+@click.argument("config", nargs=-1, metavar="[SOURCE TARGET]")
+@click.pass_context
+def install_cni(context: click.Context, *, plugin: str, config: tuple[str, ...]) -> None:
+    """Install a CNI configuration, the CNI plugin, or both.
+
+    SOURCE is written beside TARGET and renamed, so that a container runtime
+    sees the old file or the new one. Exits 1 if that cannot be done, or with
+    other than two arguments. The plugin is one file and needs /usr/bin/python3.
+    """
+    from flanneld.ctl import install_cni as command  # noqa: PLC0415 - each command loads only what it needs
+
+    if len(config) != (0 if plugin and not config else 2):
+        click.echo(context.get_usage(), err=True)
+        sys.exit(1)
+    sys.exit(command.main(config, plugin))
+
+
 @main.command("lab", short_help="Build a network of namespaces on this machine and show that it works.")
 @click.option("--hosts", default=3, show_default=True, type=click.IntRange(1, 200), help="How many hosts.")
 @click.option("--backend", default="vxlan", show_default=True, metavar="TYPE", help="The config's Backend.Type.")

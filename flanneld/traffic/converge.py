@@ -16,14 +16,32 @@ from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
+_TABLES = frozenset({"nat", "filter"})
+_HOOKS = frozenset({"POSTROUTING", "FORWARD"})
+
 
 @dataclass
 class Converger:
-    """Keeps what has been learned about one firewall: whether it takes --random-fully."""
+    """Keeps one variant's rules, and what has been learned about it: whether it takes --random-fully."""
 
     firewall: Firewall
     reporter: Reporter
     random_fully: bool = True
+
+    @property
+    def name(self) -> str:
+        """Return how people call the variant."""
+        return self.firewall.name
+
+    def covers(self, family: Family) -> bool:
+        """Whether the tools for this family are there."""
+        return self.firewall.covers(family)
+
+    def interested(self, policy: TrafficPolicy, table: str, chain: str | None) -> bool:
+        """Whether news can be about rules of ours: our chains, and those that jump to them."""
+        if table not in _TABLES or chain is None:
+            return False
+        return not chain or chain in _HOOKS or chain.startswith(policy.chain_prefix)
 
     def converge(self, policy: TrafficPolicy, family: Family) -> bool:
         """Change what differs and return whether anything did. Raises RuleError.

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flanneld.traffic.commands import CommandFirewall, Tools, Version
+from flanneld.traffic.converge import Converger
 from flanneld.traffic.legacy import LegacyFirewall, existing_tables, load_iptc
-from flanneld.traffic.ports import Firewall, Variant, Watch
+from flanneld.traffic.nftables import Nft, NftConverger
+from flanneld.traffic.ports import Enforcer, Firewall, Variant, Watch
 from flanneld.traffic.render import Saved
 from flanneld.traffic.runner import Runner
 from flanneld.traffic.watch import NftWatch
 from subnet.clock import Clock
 from subnet.errors import KernelError, RuleError
 from subnet.model import FAMILIES, Family
+from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +27,12 @@ VARIANTS: tuple[Variant, Variant] = ("nft", "legacy")
 
 _VARIANTS_SINCE: Version = (1, 8)
 """Before this version there was only what is now called legacy."""
+
+_SHARED_QUIET_S = 0.2
+"""For rules next to those of others. Who flushes chains one command after the other removes them next;
+a jump that came back in between would make that fail."""
+_OWN_QUIET_S = 0.02
+"""For tables of our own: nobody else works there for long."""
 
 _VERSION = re.compile(r"v(\d+(?:\.\d+)*)")
 _ENGINES = ("KUBE-", "DOCKER")
@@ -57,14 +67,37 @@ class Evidence:
 class Host:
     """How rules are written on this host, and why so.
 
-    ``other`` is the other variant if it is in use: rules of ours do not belong
-    there. ``watch`` is None where only looking at the rules tells of changes.
+    ``others`` are the other ways in use: rules of ours do not belong there.
+    ``watch`` is None where only looking at the rules tells of changes.
+    ``own_tables``: in nftables mode, else next to the rules of others.
     """
 
-    firewall: Firewall
-    other: Firewall | None
+    enforcer: Enforcer
+    others: tuple[Enforcer, ...]
     watch: Watch | None
     why: str
+    own_tables: bool = False
+
+    @property
+    def quiet_s(self) -> float:
+        """Return for how long there must be no further change before one is answered."""
+        return _OWN_QUIET_S if self.own_tables else _SHARED_QUIET_S
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What tells, without running a program, that the host may have changed its way: programs and legacy tables."""
+
+    programs: tuple[str, ...]
+    legacy_tables: tuple[frozenset[str], ...]
+
+
+def signs(runner: Runner) -> Signs:
+    """Look for the signs, in the network namespace of the calling thread."""
+    paths = (runner.find(name) for name in ("iptables", "ip6tables", "nft"))
+    return Signs(
+        tuple(os.path.realpath(path) if path else "" for path in paths), tuple(existing_tables(f) for f in FAMILIES)
+    )
 
 
 def census(saved: Saved, chain_prefix: str = "FLANNEL") -> Census:
@@ -127,15 +160,50 @@ def find_tools(find: Callable[..., str | None], version: Version, default: Varia
     return Tools(variant, version, save, restore)
 
 
-def open_host(runner: Runner, clock: Clock) -> Host:
+def open_host(nftables: bool, runner: Runner, clock: Clock) -> Host:
     """Look at the host and return how to write rules there. Raises RuleError if that is impossible.
 
-    Looks at the network namespace of the calling thread.
+    ``nftables``: in nftables mode; otherwise in iptables mode, where there is
+    an iptables. Looks at the network namespace of the calling thread.
     """
     iptables = runner.find("iptables", "iptables-nft", "iptables-legacy")
-    if iptables is None:
-        raise RuleError("no iptables program found: masquerade and forward rules cannot be written")
+    if nftables or iptables is None:
+        return _nftables_host(iptables, nftables, runner, clock)
     version, default = parse_version(runner.run([iptables, "--version"]).out)
+    firewalls, found = _variants(version, default, runner, clock)
+    variant, why = choose(Evidence(default, frozenset(firewalls), found))
+    firewall = firewalls[variant]
+    chosen = _without_forks(firewall, runner, clock) if variant == "legacy" else firewall
+    log.info("traffic rules go to %s: %s", chosen.name, why)
+    reporter = Reporter(log, clock)
+    others: list[Enforcer] = [Converger(firewalls[v], reporter) for v in firewalls if v != variant and _in_use(v)]
+    if runner.find("nft"):
+        others.append(NftConverger(Nft(runner), reporter))
+    return Host(Converger(chosen, reporter), tuple(others), _watch() if variant == "nft" else None, why)
+
+
+def _nftables_host(iptables: str | None, wanted: bool, runner: Runner, clock: Clock) -> Host:
+    if not wanted and not runner.find("nft"):
+        raise RuleError("neither iptables nor nft found: masquerade and forward rules cannot be written")
+    reporter = Reporter(log, clock)
+    enforcer = NftConverger(Nft(runner), reporter)
+    why = "the network config enables nftables" if wanted else "no iptables program found"
+    log.info("traffic rules go to %s: %s", enforcer.name, why)
+    others: list[Enforcer] = []
+    if iptables is not None:
+        try:
+            version, default = parse_version(runner.run([iptables, "--version"]).out)
+            firewalls, _ = _variants(version, default, runner, clock)
+            others = [Converger(firewalls[v], reporter) for v in firewalls if _in_use(v)]
+        except RuleError as e:
+            log.warning("rules of an earlier run in iptables mode stay: %s", e)
+    return Host(enforcer, tuple(others), _watch(), why, own_tables=True)
+
+
+def _variants(
+    version: Version, default: Variant, runner: Runner, clock: Clock
+) -> tuple[dict[Variant, Firewall], dict[Variant, Census]]:
+    """Return the usable variants and what others keep in them."""
     firewalls: dict[Variant, Firewall] = {}
     found: dict[Variant, Census] = {}
     for variant in VARIANTS:
@@ -149,12 +217,7 @@ def open_host(runner: Runner, clock: Clock) -> Host:
             log.info("%s tables cannot be read: %s", variant, e)
         else:
             firewalls[variant] = firewall
-    variant, why = choose(Evidence(default, frozenset(firewalls), found))
-    others = [firewalls[v] for v in firewalls if v != variant and _in_use(v)]
-    firewall = firewalls[variant]
-    chosen = _without_forks(firewall, runner, clock) if variant == "legacy" else firewall
-    log.info("traffic rules go to %s: %s", chosen.name, why)
-    return Host(chosen, others[0] if others else None, _watch() if variant == "nft" else None, why)
+    return firewalls, found
 
 
 def _look(firewall: Firewall, variant: Variant) -> Census:

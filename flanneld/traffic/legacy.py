@@ -75,7 +75,7 @@ class LegacyFirewall:
         table = self._open(family, name)
         try:
             chains = [chain.name for chain in table.chains]
-            return {chain: tuple(text for text, _ in _entries(table, chain, family)) for chain in chains}
+            return {chain: tuple(text for text, _, _ in _entries(table, chain, family)) for chain in chains}
         finally:
             table.close()
 
@@ -99,13 +99,13 @@ class LegacyFirewall:
         return table
 
 
-def _entries(table: Any, chain: str, family: Family) -> Iterator[tuple[str, bytes]]:
-    """Yield each rule of a chain: its text, and its bytes as deletion wants them."""
+def _entries(table: Any, chain: str, family: Family) -> Iterator[tuple[str, bytes, str]]:
+    """Yield each rule of a chain: its text, its bytes, and the name of its target."""
     entry = table.first_rule(chain)
     while entry:
         data = ctypes.string_at(ctypes.addressof(entry), entry.next_offset)
         target = table.get_target(entry).decode()
-        yield decode(data, target, family), for_deletion(data, target, family)
+        yield decode(data, target, family), data, target
         entry = table.next_rule(entry)
 
 
@@ -119,9 +119,10 @@ def _carry_out(table: Any, plan: TablePlan, family: Family) -> None:
         for rule in rules:
             table.append_entry(chain, _buffer(encode(rule, family)))
     for chain, text in plan.delete:
-        data = next((data for found, data in _entries(table, chain, family) if found == text), None)
-        if data is None:
+        same = (entry for entry in _entries(table, chain, family) if entry[0] == text)
+        if (entry := next(same, None)) is None:
             raise RuleError(f"table {table.name}: rule is gone already: -A {chain} {text}")
+        data = for_deletion(*entry[1:], family)
         table.delete_entry(chain, _buffer(data), _buffer(b"\xff" * len(data)))
     for chain, position, rule in plan.add:
         if position is None:

@@ -1,14 +1,42 @@
-"""What the keeper needs of an iptables variant."""
+"""What the keeper needs of the ways to write rules, and what iptables mode needs of a variant."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from flanneld.traffic.render import Saved, TablePlan
+from flanneld.traffic.rules import TrafficPolicy
 from subnet.model import Family
 
 Variant = Literal["nft", "legacy"]
+
+Interest = Callable[[str, str | None], bool]
+"""Whether news is wanted of a table, and of which chain of it: '' if of the table itself, None if of something else."""
+
+
+class Enforcer(Protocol):
+    """One way to write rules on this host: an iptables variant or nftables mode. Used from one thread only."""
+
+    @property
+    def name(self) -> str:
+        """Return how people call it."""
+        ...
+
+    def covers(self, family: Family) -> bool:
+        """Whether the tools for this family are there."""
+        ...
+
+    def converge(self, policy: TrafficPolicy, family: Family) -> bool:
+        """Make one family's rules what the policy wants, this way; return whether anything changed.
+
+        Raises RuleError.
+        """
+        ...
+
+    def interested(self, policy: TrafficPolicy, table: str, chain: str | None) -> bool:
+        """Whether news of this table and chain can be about rules of the policy."""
+        ...
 
 
 class Firewall(Protocol):
@@ -44,8 +72,8 @@ class Watch(Protocol):
         """Return a descriptor that is readable when there is news."""
         ...
 
-    def drain(self, chain_prefix: str) -> bool:
-        """Take all news, without waiting; return whether any may concern chains of this prefix or jumps to them.
+    def drain(self, interest: Interest) -> bool:
+        """Take all news, without waiting; return whether any is of interest, or some was lost.
 
         Raises KernelError when there will be no more news.
         """

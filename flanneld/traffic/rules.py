@@ -17,14 +17,14 @@ KUBE_PROXY_MARK = 0x4000
 MASQ_COMMENT = "flanneld masq"
 FORWARD_COMMENT = "flanneld forward"
 
-_MULTICAST: dict[Family, IPNetwork] = {4: ip_network("224.0.0.0/4"), 6: ip_network("ff00::/8")}
+MULTICAST: dict[Family, IPNetwork] = {4: ip_network("224.0.0.0/4"), 6: ip_network("ff00::/8")}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule: what it matches, and the chain or verdict it ends in.
 
-    ``mark`` is compared as ``packet mark & mark == mark``.
+    ``mark`` is compared as ``packet mark & mark == mark``, with ``mark_exact`` as a whole.
     ``random_fully`` only makes sense with the target MASQUERADE.
     """
 
@@ -34,6 +34,7 @@ class Rule:
     destination: IPNetwork | None = None
     destination_inverted: bool = False
     mark: int | None = None
+    mark_exact: bool = False
     comment: str = ""
     random_fully: bool = False
 
@@ -51,8 +52,9 @@ class TrafficPolicy:
     """What the operator asked for. A family without a pair is off: it gets no rules.
 
     ``previous`` are the pairs of earlier runs. ``masq_exclude`` are destinations
-    that pods reach with their own address. ``chain_prefix`` keeps several
-    daemons on one host apart.
+    that pods reach with their own address. ``nftables``: in nftables mode, with
+    tables of our own. ``chain_prefix`` and, in nftables mode, ``table_prefix``
+    keep several daemons on one host apart.
     """
 
     v4: Pair | None = None
@@ -62,7 +64,9 @@ class TrafficPolicy:
     random_fully: bool = True
     previous: tuple[Pair, ...] = ()
     masq_exclude: tuple[IPNetwork, ...] = ()
+    nftables: bool = False
     chain_prefix: str = "FLANNEL"
+    table_prefix: str = "flannel"
 
     def pair(self, family: Family) -> Pair | None:
         """Return network and subnet of one family, None if the family is off."""
@@ -129,7 +133,7 @@ def _masquerade(policy: TrafficPolicy, pair: Pair, family: Family) -> tuple[Rule
         Rule(
             "MASQUERADE",
             source=network,
-            destination=_MULTICAST[family],
+            destination=MULTICAST[family],
             destination_inverted=True,
             comment=comment,
             random_fully=fully,

@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import Host
-from flanneld.traffic.diff import diff
-from flanneld.traffic.nft_tables import remove_nft_tables
-from flanneld.traffic.ports import Firewall
-from flanneld.traffic.rules import TrafficPolicy, decide
-from flanneld.traffic.runner import Runner
+from flanneld.traffic.ports import Enforcer
+from flanneld.traffic.rules import TrafficPolicy
 from subnet.errors import RuleError
 from subnet.model import FAMILIES, Family
 from subnet.report import Reporter
@@ -30,9 +26,8 @@ def families_on(policy: TrafficPolicy) -> list[Family]:
 class Settler:
     """Repairs until a look finds nothing to repair; does not look where nothing can have changed."""
 
-    def __init__(self, host: Host, runner: Runner, reporter: Reporter) -> None:
-        self.host, self.runner, self.reporter = host, runner, reporter
-        self._converger = Converger(host.firewall, reporter)
+    def __init__(self, host: Host, reporter: Reporter) -> None:
+        self.host, self.reporter = host, reporter
         self._settled: TrafficPolicy | None = None
         self._generation: int | None = None
 
@@ -66,11 +61,11 @@ class Settler:
 
     def _converge(self, policy: TrafficPolicy, family: Family) -> bool:
         if family in families_on(policy):
-            return self._converger.converge(policy, family)
-        if not self.host.firewall.covers(family):
+            return self.host.enforcer.converge(policy, family)
+        if not self.host.enforcer.covers(family):
             return False
         try:
-            changed = self._converger.converge(policy, family)
+            changed = self.host.enforcer.converge(policy, family)
         except RuleError as e:
             # A family that is off must not keep the other one from working.
             self.reporter.problem(f"off IPv{family}", f"IPv{family} is off, but old rules cannot be removed: {e}")
@@ -82,22 +77,17 @@ class Settler:
         return self.host.watch.generation() if self.host.watch is not None else None
 
     def _clear_leftovers(self, policy: TrafficPolicy) -> None:
-        """Remove what earlier runs wrote elsewhere, now that the rules of this run work."""
-        try:
-            if self.host.other is not None:
-                remove_rules(self.host.other, policy)
-            remove_nft_tables(self.runner)
-        except RuleError as e:
-            log.warning("rules of an earlier run stay: %s", e)
+        """Remove what earlier runs wrote in other ways, now that the rules of this run work."""
+        for other in self.host.others:
+            clear(other, policy)
 
 
-def remove_rules(firewall: Firewall, policy: TrafficPolicy) -> None:
-    """Remove every rule of this policy, both families. Raises RuleError."""
+def clear(enforcer: Enforcer, policy: TrafficPolicy) -> None:
+    """Remove every rule of this policy that was written this way; what cannot be removed is only reported."""
     for family in FAMILIES:
-        if not firewall.covers(family):
+        if not enforcer.covers(family):
             continue
-        plans = diff(firewall.read(family), decide(policy.nothing(), family))
-        if plans:
-            firewall.apply(family, plans)
-        for line in (line for plan in plans for line in plan.summary):
-            log.info("%s (IPv%s, %s)", line, family, firewall.name)
+        try:
+            enforcer.converge(policy.nothing(), family)
+        except RuleError as e:
+            log.warning("IPv%s rules of an earlier run stay in %s: %s", family, enforcer.name, e)

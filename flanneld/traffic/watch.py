@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from flanneld.traffic.ports import Interest
 from subnet.errors import KernelError
 
 _NETLINK_NETFILTER = 12
@@ -21,6 +22,8 @@ _NEW_TABLE, _DEL_TABLE = 0, 2
 _NEW_CHAIN, _DEL_CHAIN = 3, 5
 _NEW_RULE, _DEL_RULE = 6, 8
 _NEW_GENERATION, _GET_GENERATION = 15, 16
+_TABLES = frozenset({_NEW_TABLE, _DEL_TABLE})
+_GENERATIONS = frozenset({_NEW_GENERATION, _GET_GENERATION})
 
 _ATTR_GENERATION = 1
 _ATTR_TABLE = 1
@@ -34,9 +37,6 @@ _ATTR_TYPE_MASK = 0x3FFF
 
 _RECEIVE_BYTES = 1 << 18
 _ANSWER_TIMEOUT_S = 2.0
-
-TABLES = frozenset({"nat", "filter"})
-HOOKS = frozenset({"POSTROUTING", "FORWARD"})
 
 
 def messages(data: bytes) -> Iterator[tuple[int, dict[int, bytes]]]:
@@ -62,12 +62,15 @@ def attributes(data: bytes) -> dict[int, bytes]:
     return found
 
 
-def concerns(kind: int, attrs: dict[int, bytes], chain_prefix: str) -> bool:
-    """Whether a message may be about a rule of ours: our chains, and those that jump to them."""
-    if kind not in _ATTR_NAME_OF_CHAIN:
-        return kind == _DEL_TABLE and _text(attrs, _ATTR_TABLE) in TABLES
-    chain = _text(attrs, _ATTR_NAME_OF_CHAIN[kind])
-    return _text(attrs, _ATTR_TABLE) in TABLES and (chain in HOOKS or chain.startswith(chain_prefix))
+def subject(kind: int, attrs: dict[int, bytes]) -> tuple[str, str | None] | None:
+    """Return table and chain that a message is about, as ``Interest`` takes them; None if about none."""
+    if kind in _GENERATIONS:
+        return None
+    if kind in _ATTR_NAME_OF_CHAIN:
+        chain: str | None = _text(attrs, _ATTR_NAME_OF_CHAIN[kind])
+    else:
+        chain = "" if kind in _TABLES else None
+    return _text(attrs, _ATTR_TABLE), chain
 
 
 def _text(attrs: dict[int, bytes], kind: int) -> str:
@@ -78,6 +81,41 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
+class Generations:
+    """The number of the current rule set, of the network namespace of the thread that makes this object.
+
+    Raises KernelError where the kernel has no nf_tables.
+    """
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        self._socket = _open(0)
+        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        if self.number() is None:
+            self.close()
+            raise KernelError("watch", "nf_tables", errno.EOPNOTSUPP, "the kernel does not answer")
+
+    def number(self) -> int | None:
+        """Return the number the kernel increments with every committed change, None if it does not say."""
+        kind = _SUBSYSTEM_NFTABLES << 8 | _GET_GENERATION
+        self._sequence += 1
+        request = _HEADER.pack(_HEADER.size + _NFGEN.size, kind, _REQUEST, self._sequence, 0)
+        try:
+            self._socket.send(request + _NFGEN.pack(socket.AF_UNSPEC, 0, 0))
+            answer = self._socket.recv(_RECEIVE_BYTES)
+            # An answer that came too late for its own question is not the one to this.
+            while _HEADER.unpack_from(answer)[3] != self._sequence:
+                answer = self._socket.recv(_RECEIVE_BYTES)
+        except OSError:
+            return None
+        found = [attrs[_ATTR_GENERATION] for kind, attrs in messages(answer) if kind == _NEW_GENERATION]
+        return int.from_bytes(found[0], "big") if found else None
+
+    def close(self) -> None:
+        """Give back the socket."""
+        self._socket.close()
+
+
 class NftWatch:
     """Notifications of rule changes in the network namespace of the thread that makes this object.
 
@@ -85,24 +123,19 @@ class NftWatch:
     """
 
     def __init__(self) -> None:
-        self._sequence = 0
-        self._events = self._open(1 << (_GROUP_NFTABLES - 1))
+        self._events = _open(1 << (_GROUP_NFTABLES - 1))
         try:
-            self._queries = self._open(0)
+            self._generations = Generations()
         except KernelError:
             self._events.close()
             raise
-        self._queries.settimeout(_ANSWER_TIMEOUT_S)
-        if self.generation() is None:
-            self.close()
-            raise KernelError("watch", "nf_tables", errno.EOPNOTSUPP, "the kernel does not answer")
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when rules changed."""
         return self._events.fileno()
 
-    def drain(self, chain_prefix: str) -> bool:
-        """Take all notifications; return whether one may concern our rules, or some were lost."""
+    def drain(self, interest: Interest) -> bool:
+        """Take all notifications; return whether one is of interest, or some were lost."""
         concerned = False
         while True:
             try:
@@ -114,37 +147,26 @@ class NftWatch:
                     raise KernelError("read notifications of", "nf_tables", e.errno or 0, str(e)) from e
                 concerned = True
                 continue
-            concerned |= any(concerns(kind, attrs, chain_prefix) for kind, attrs in messages(data))
+            subjects = (subject(kind, attrs) for kind, attrs in messages(data))
+            concerned = concerned or any(about is not None and interest(*about) for about in subjects)
 
     def generation(self) -> int | None:
         """Return the number the kernel increments with every committed change, None if it does not say."""
-        kind = _SUBSYSTEM_NFTABLES << 8 | _GET_GENERATION
-        self._sequence += 1
-        request = _HEADER.pack(_HEADER.size + _NFGEN.size, kind, _REQUEST, self._sequence, 0)
-        try:
-            self._queries.send(request + _NFGEN.pack(socket.AF_UNSPEC, 0, 0))
-            answer = self._queries.recv(_RECEIVE_BYTES)
-            # An answer that came too late for its own question is not the one to this.
-            while _HEADER.unpack_from(answer)[3] != self._sequence:
-                answer = self._queries.recv(_RECEIVE_BYTES)
-        except OSError:
-            return None
-        found = [attrs[_ATTR_GENERATION] for kind, attrs in messages(answer) if kind == _NEW_GENERATION]
-        return int.from_bytes(found[0], "big") if found else None
+        return self._generations.number()
 
     def close(self) -> None:
         """Give back both sockets."""
         self._events.close()
-        self._queries.close()
+        self._generations.close()
 
-    @staticmethod
-    def _open(groups: int) -> socket.socket:
-        sock = None
-        try:
-            sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
-            sock.bind((0, groups))
-        except OSError as e:
-            if sock is not None:
-                sock.close()
-            raise KernelError("watch", "nf_tables", e.errno or 0, os.strerror(e.errno or 0)) from e
-        return sock
+
+def _open(groups: int) -> socket.socket:
+    sock = None
+    try:
+        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
+        sock.bind((0, groups))
+    except OSError as e:
+        if sock is not None:
+            sock.close()
+        raise KernelError("watch", "nf_tables", e.errno or 0, os.strerror(e.errno or 0)) from e
+    return sock

@@ -67,6 +67,9 @@ class EtcdManager:
         """See SubnetManager."""
         self._keeper.want(request)
 
+    def ready(self) -> None:
+        """See SubnetManager. Nobody looks into etcd for it."""
+
     def underlay_changed(self) -> None:
         """See SubnetManager."""
         self._store.reconnect()

@@ -169,11 +169,11 @@ class Reader:
         except ConfigError as e:
             self._no_config(str(e))
             return
-        self._reporter.solved("config", f"network config at {self.layout.config} is usable now")
         self.post(ConfigSeen(config, text=value.decode(errors="replace")))
 
     def _no_config(self, problem: str) -> None:
-        self._reporter.problem("config", problem)
+        # Whether it matters, and so whether people are told, is for the owner of the config in force to say.
+        log.debug("%s", problem)
         self.post(ConfigSeen(None, problem))
 
     def _missing(self) -> str:

@@ -81,7 +81,7 @@ def test_C09_missing_config_names_key_version_and_near_misses(etcd: Etcd, caplog
         assert a.config.config is None
         for word in (f"key {KEY} does not exist", "v3", f"'{KEY}/'", "'coreos.com/network/config'"):
             assert word in a.config.problem
-        assert len([m for m in loud(caplog) if KEY in m]) == 1
+        assert not [m for m in loud(caplog) if KEY in m]  # told by the owner, who knows what it means
         etcd.config(CONFIG)
         until(lambda: a.config is not None and a.config.config is not None, 3, "config")
         etcd.config({"Network": "10.5.0.0/33"})

@@ -18,6 +18,7 @@ from backends.dataplane.model import (
     ObservedState,
     Route,
     Vxlan,
+    blackhole,
 )
 from backends.kernel.netlink import NetlinkKernel
 from subnet.errors import KernelError
@@ -275,3 +276,31 @@ def test_routes_marked_as_ours_on_a_foreign_device(host: Namespace, kernel: Netl
     assert kernel.apply(diff(kernel.observe([]), desired)) == []
     assert "10.5.2.0/24 via 192.0.2.2 dev eth0 proto 142" in host.ip("route show")
     assert diff(kernel.observe([]), desired) == ()
+
+
+@pytest.mark.parametrize(("text", "bridge"), [("10.5.1.0/24", "10.5.1.1/24"), ("fc00:5:0:1::/64", "fc00:5:0:1::1/64")])
+def test_L49_a_blackhole_route_beside_a_bridge(host: Namespace, kernel: NetlinkKernel, text: str, bridge: str) -> None:
+    subnet = ip_network(text)
+    assert kernel.apply([Change("put", blackhole(subnet))]) == []
+    assert blackhole(subnet) in kernel.routes()
+    with pytest.raises(KernelError):
+        kernel.lookup(subnet[9])
+    host.ip("link add cni0 type bridge")
+    host.ip("link set cni0 up")
+    host.ip(f"addr add {bridge} dev cni0 nodad" if ":" in bridge else f"addr add {bridge} dev cni0")
+    assert kernel.lookup(subnet[9]).device == "cni0"
+    assert blackhole(subnet) in kernel.routes()
+    assert kernel.apply([Change("put", blackhole(subnet))]) == []
+    host.ip("link del cni0")
+    assert [r for r in kernel.routes() if r.destination == subnet] == [blackhole(subnet)]
+    assert kernel.apply([Change("delete", blackhole(subnet))] * 2) == []
+    assert [r for r in kernel.routes() if r.destination == subnet] == []
+
+
+def test_H02_ipv6_route_of_another_device_is_replaced(host: Namespace, kernel: NetlinkKernel) -> None:
+    name = _tunnel(kernel, "2001:db8:1::1")
+    route = Route(ip_network("fd05:0:0:2::/64"), name, ip_address("fd05:0:0:2::"), onlink=True)
+    host.ip("-6 route add fd05:0:0:2::/64 via 2001:db8:1::fe dev eth0")
+    desired = DesiredState(frozenset({name}), "eth0", frozenset({ip_network("fd05::/48")}), routes=frozenset({route}))
+    assert kernel.apply(diff(kernel.observe([name]), desired)) == []
+    assert diff(kernel.observe([name]), desired) == ()

@@ -9,10 +9,11 @@ import pytest
 
 from flanneld.traffic import detect
 from flanneld.traffic.commands import CommandFirewall
+from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import Host, open_host
 from flanneld.traffic.diff import diff
 from flanneld.traffic.legacy import LegacyFirewall
-from flanneld.traffic.ports import Variant
+from flanneld.traffic.ports import Firewall, Variant
 from flanneld.traffic.rules import decide
 from flanneld.traffic.runner import Runner
 from flanneld.traffic.watch import NftWatch
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.kernel
 POLICY_WITHOUT_RANDOM = replace(POLICY, random_fully=False)
 
 
-def look(namespace: Namespace, runner: Runner | None = None) -> Host:
+def look(namespace: Namespace, runner: Runner | None = None, *, nftables: bool = False) -> Host:
     def inside() -> Host:
         namespace.enter()
-        return open_host(runner or Runner(), SystemClock())
+        return open_host(nftables, runner or Runner(), SystemClock())
 
     with ThreadPoolExecutor(1) as thread:
         host = thread.submit(inside).result()
@@ -38,8 +39,13 @@ def look(namespace: Namespace, runner: Runner | None = None) -> Host:
     return host
 
 
+def firewall_of(host: Host) -> Firewall:
+    assert isinstance(host.enforcer, Converger)
+    return host.enforcer.firewall
+
+
 def variant_of(host: Host) -> Variant:
-    return "legacy" if isinstance(host.firewall, LegacyFirewall) else "nft"
+    return "legacy" if isinstance(firewall_of(host), LegacyFirewall) else "nft"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,8 @@ def test_F09_variant(namespace: Namespace, nft: tuple[str, ...], legacy: tuple[s
         Tables(namespace, "legacy").iptables(command)
     host = look(namespace)
     assert variant_of(host) == expected
-    assert (host.other is not None) == (expected == "legacy" or bool(legacy))
+    others = [other for other in host.others if isinstance(other, Converger)]
+    assert bool(others) == (expected == "legacy" or bool(legacy))
     assert host.why
 
 
@@ -72,7 +79,7 @@ def test_F09_looking_makes_no_table(namespace: Namespace) -> None:
 
 def test_F09_no_iptables(namespace: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuleError, match="no iptables"):
+    with pytest.raises(RuleError, match="neither iptables nor nft"):
         look(namespace)
 
 
@@ -100,7 +107,7 @@ def test_legacy_without_libiptc_uses_the_programs(namespace: Namespace, monkeypa
     tables.iptables(SEED)
     with Keeper(namespace, 300.0) as keeper:
         keeper.want(POLICY)
-        assert isinstance(keeper.hosts[0].firewall, CommandFirewall)
+        assert isinstance(firewall_of(keeper.hosts[0]), CommandFirewall)
     assert tables.ours() == GOLDEN[4]
     assert tables.ours(6) == GOLDEN[6]
 
@@ -149,7 +156,7 @@ def test_F10_options_fit_the_installed_version(
         script.write_text(FAKE.format(version=version + suffix, wait=wait, out=out, refuse=refuse))
         script.chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_dir))
-    firewall = look(namespace).firewall
+    firewall = firewall_of(look(namespace))
     assert firewall.random_fully is fully
     assert not firewall.covers(6)
     policy = POLICY if fully else POLICY_WITHOUT_RANDOM
@@ -161,16 +168,20 @@ def test_F10_options_fit_the_installed_version(
 def test_errors_of_the_programs_show_the_offending_line(namespace: Namespace) -> None:
     Tables(namespace, "nft").iptables("-A FORWARD -j ACCEPT")
     host = look(namespace)
-    plans = diff(host.firewall.read(4), decide(POLICY, 4))
+    plans = diff(firewall_of(host).read(4), decide(POLICY, 4))
     late = [*plans]
     late[1] = late[1].__class__(table="filter", delete=(("FORWARD", "-s 10.8.0.0/16 -j ACCEPT"),), summary=("x",))
 
     def inside() -> None:
         namespace.enter()
-        host.firewall.apply(4, late)
+        firewall_of(host).apply(4, late)
 
     with ThreadPoolExecutor(1) as thread, pytest.raises(RuleError, match=r"is: -D FORWARD -s 10\.8\.0\.0/16 -j ACCEPT"):
         thread.submit(inside).result()
+
+
+def interest(table: str, chain: str | None) -> bool:
+    return table == "filter" and chain in {"", "FLANNEL-FWD"}
 
 
 def test_watch_tells_changes_near_our_rules_from_others(namespace: Namespace) -> None:
@@ -185,12 +196,12 @@ def test_watch_tells_changes_near_our_rules_from_others(namespace: Namespace) ->
         assert watch.generation() == first
         tables.iptables("-A OTHER -j ACCEPT")
         assert watch.generation() != first
-        assert watch.drain("FLANNEL") is False
+        assert watch.drain(interest) is False
         tables.iptables("-A FLANNEL-FWD -j ACCEPT")
-        assert watch.drain("FLANNEL") is True
-        assert watch.drain("FLANNEL") is False
+        assert watch.drain(interest) is True
+        assert watch.drain(interest) is False
         namespace.run("nft", "flush", "ruleset")
-        assert watch.drain("FLANNEL") is True
+        assert watch.drain(interest) is True
     finally:
         watch.close()
 
@@ -203,8 +214,8 @@ def test_watch_takes_lost_notifications_for_a_change(namespace: Namespace) -> No
     try:
         lines = "".join(f"-A OTHER -s 10.9.{i // 250}.{i % 250} -j ACCEPT\n" for i in range(3000))
         namespace.run("iptables-nft-restore", "--noflush", text=f"*filter\n{lines}COMMIT\n")
-        assert watch.drain("FLANNEL") is True
-        assert watch.drain("FLANNEL") is False
+        assert watch.drain(interest) is True
+        assert watch.drain(interest) is False
     finally:
         watch.close()
 

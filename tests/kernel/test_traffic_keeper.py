@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from flanneld.traffic.converge import Converger
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.rules import Pair, TrafficPolicy
 from tests.support.netns import Namespace
@@ -171,7 +172,9 @@ def test_F13_a_writer_in_between_never_makes_two_batches_fail_in_a_row(
     tables: Tables, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper.want(POLICY)
-    firewall = keeper.hosts[0].firewall
+    enforcer = keeper.hosts[0].enforcer
+    assert isinstance(enforcer, Converger)
+    firewall = enforcer.firewall
     results: list[bool] = []
     apply = firewall.apply
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import logging
 import socket
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -11,20 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import open_host
-from flanneld.traffic.ports import Variant
 from flanneld.traffic.rules import TrafficPolicy
 from flanneld.traffic.runner import Runner
 from subnet.clock import SystemClock
-from subnet.report import Reporter
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.traffic import POLICY, SEED, Keeper, Tables
 
 pytestmark = pytest.mark.kernel
 
 POD, NODE, OUTSIDE = "10.5.7.2", "192.0.2.1", "192.0.2.9"
-REPAIRS = 50
+REPAIRS = 200
 
 
 class Topology:
@@ -94,12 +91,27 @@ def source_seen(path: Topology) -> str:
     return address
 
 
-@pytest.mark.parametrize("variant", ["nft", "legacy"])
-def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamespace, variant: Variant) -> None:
+def iptables_damage(program: str) -> tuple[str, str]:
+    chain = f"{program} -t nat"
+    return f"{chain} -D FLANNEL-POSTRTG 2", f"{chain} -I FLANNEL-POSTRTG -s 10.8.0.1 -j RETURN"
+
+
+DAMAGE = {
+    "legacy": iptables_damage("iptables-legacy"),
+    "nft": iptables_damage("iptables-nft"),
+    "native": (
+        "nft add rule ip flannel-ipv4 postrtg return",
+        "nft insert rule ip flannel-ipv4 postrtg ip saddr 10.8.0.1 return",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", DAMAGE)
+def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamespace, way: str) -> None:
     path = Topology(make_namespace)
-    tables = Tables(path.node, variant)
-    tables.iptables(SEED)
-    policy: TrafficPolicy = replace(POLICY, v6=None)
+    if way != "native":
+        Tables(path.node, "nft" if way == "nft" else "legacy").iptables(SEED)
+    policy: TrafficPolicy = replace(POLICY, v6=None, nftables=way == "native")
     assert source_seen(path) == POD
     with Keeper(path.node, 300.0) as keeper:
         keeper.want(policy)
@@ -108,13 +120,11 @@ def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamesp
 
     def repair() -> int:
         path.node.enter()
-        host = open_host(Runner(), SystemClock())
-        converger = Converger(host.firewall, Reporter(logging.getLogger("test"), SystemClock()))
+        enforcer = open_host(policy.nftables, Runner(), SystemClock()).enforcer
         repaired = 0
         for n in range(REPAIRS):
-            damage = "-D FLANNEL-POSTRTG 2" if n % 2 else "-I FLANNEL-POSTRTG -s 10.8.0.0/16 -j RETURN"
-            tables.iptables(f"-t nat {damage}")
-            repaired += converger.converge(policy, 4)
+            subprocess.run(DAMAGE[way][n % 2].split(), check=True)
+            repaired += enforcer.converge(policy, 4)
         return repaired
 
     with ThreadPoolExecutor(1) as thread, flow.running():

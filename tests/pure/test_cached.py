@@ -66,6 +66,9 @@ class Inner:
     def want(self, request: LeaseRequest) -> None:
         self.requests.append(request)
 
+    def ready(self) -> None:
+        self.calls.append("ready")
+
     def underlay_changed(self) -> None:
         self.calls.append("underlay_changed")
 

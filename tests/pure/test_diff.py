@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.dataplane.diff import apply_changes, blocked_routes, diff, leftover_links
+from backends.dataplane.diff import apply_changes, blocked_routes, diff, foreign_addresses, leftover_links
 from backends.dataplane.model import (
     PROTO_FLANNEL,
     PROTO_KERNEL,
@@ -20,6 +20,7 @@ from backends.dataplane.model import (
     ObservedState,
     Route,
     Vxlan,
+    blackhole,
 )
 
 pytestmark = pytest.mark.pure
@@ -188,15 +189,25 @@ def test_H02_route_of_another_kind_at_our_place_is_replaced() -> None:
     assert [str(c) for c in changes] == ["route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink added"]
 
 
+def test_H02_ipv6_route_through_another_device_goes_before_ours_comes() -> None:
+    wanted = _route("fd05:0:0:2::/64", via="fd05:0:0:2::", onlink=True)
+    theirs = _route("fd05:0:0:2::/64", "eth0", "2001:db8:1::fe", protocol=4)
+    changes = diff(ObservedState(routes=frozenset({theirs})), _desired(routes=frozenset({wanted})))
+    assert [(c.verb, c.target) for c in changes] == [("delete", theirs), ("put", wanted)]
+
+
 def test_V11_stale_flannel_address_goes_and_foreign_one_stays() -> None:
     stale, foreign, wanted = (
         Address(DEVICE, ip_interface(text)) for text in ("10.5.99.0/32", "192.168.1.125/24", "10.5.1.0/32")
     )
-    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), _desired(addresses=frozenset({wanted})))
+    desired = _desired(addresses=frozenset({wanted}))
+    changes = diff(ObservedState(addresses=frozenset({stale, foreign})), desired)
     assert [str(c) for c in changes] == [
         "address 10.5.1.0/32 dev flannel.1 added",
         "address 10.5.99.0/32 dev flannel.1 removed",
     ]
+    elsewhere = Address("eth0", ip_interface("192.168.1.126/24"))
+    assert foreign_addresses({stale, foreign, wanted, elsewhere}, desired) == (foreign,)
 
 
 def _tunnel(name: str, index: int, vni: int) -> Link:
@@ -226,3 +237,39 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("tunl0", ip_interface("10.5.1.0/32")),
     ]
     assert leftover_links(links, held, _desired()) == ("flannel.2", "flannel.ipip")
+
+
+OWN = ip_network("10.5.7.0/24")
+
+
+def test_L49_a_blackhole_coexists_with_a_connected_network() -> None:
+    connected = _route("10.5.7.0/24", "cni0", protocol=PROTO_KERNEL)
+    desired = _desired(routes=frozenset({blackhole(OWN)}))
+    (change,) = diff(ObservedState(routes=frozenset({connected})), desired)
+    assert (change.verb, change.target) == ("put", blackhole(OWN))
+    assert blocked_routes(ObservedState(routes=frozenset({connected})), desired) == {}
+    assert blackhole(OWN).key != connected.key
+
+
+@pytest.mark.parametrize(
+    ("route", "goes"),
+    [
+        (blackhole(OWN), True),
+        (blackhole(ip_network("10.6.7.0/24")), False),
+        (replace(blackhole(OWN), metric=None), False),
+        (replace(blackhole(OWN), protocol=3), False),
+        (replace(blackhole(OWN), type="unreachable"), False),
+        (blackhole(NETWORK), False),
+    ],
+    ids=["ours", "another network", "another metric", "another protocol", "another type", "the whole network"],
+)
+def test_L49_only_a_blackhole_of_ours_is_removed(route: Route, goes: bool) -> None:
+    changes = diff(ObservedState(routes=frozenset({route})), _desired())
+    assert [change.target for change in changes] == ([route] if goes else [])
+
+
+def test_L49_the_old_blackhole_goes_after_the_new_one_came() -> None:
+    new = blackhole(ip_network("10.5.8.0/24"))
+    observed = ObservedState(routes=frozenset({blackhole(OWN)}))
+    changes = diff(observed, _desired(routes=frozenset({new})))
+    assert [(c.verb, c.target) for c in changes] == [("put", new), ("delete", blackhole(OWN))]

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.options import FLAGS, NOT_YET, Flag
+from flanneld.options import FLAGS, Flag
 
 pytestmark = pytest.mark.pure
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
 
 
-def row(field_name: str, flag: Flag) -> str:
+def row(flag: Flag) -> str:
     kind = flag.kind + (", repeatable" if flag.repeatable else "")
     default = f"`{str(flag.default).lower() if flag.kind == 'bool' else flag.default}`" if flag.default != "" else ""
-    remark = " (not available in this version)" if field_name in NOT_YET else ""
-    return f"| `--{flag.name}` | `{flag.variable}` | {kind} | {default} | {flag.text}{remark} |"
+    return f"| `--{flag.name}` | `{flag.variable}` | {kind} | {default} | {flag.text} |"
 
 
 @pytest.mark.parametrize("field_name", FLAGS)
 def test_each_flag_has_its_row(field_name: str) -> None:
-    assert row(field_name, FLAGS[field_name]) in DOCUMENT.splitlines()
+    assert row(FLAGS[field_name]) in DOCUMENT.splitlines()
 
 
 def test_no_other_flag_is_named() -> None:

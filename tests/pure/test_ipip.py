@@ -136,4 +136,4 @@ def test_what_cannot_work_is_refused(text: str, interface: ExternalInterface, sa
 
 def test_direct_routing_can_be_switched_while_running() -> None:
     off, on = (parse_network_config(SINGLE % option, "/k") for option in ("", ',"DirectRouting":true'))
-    assert restart_reason(off, on) == ""
+    assert restart_reason(off, on, OWN) == ""

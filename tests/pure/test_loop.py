@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, ip_address, ip_network
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from flanneld.loop import Owner, Plan
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import TrafficPolicy
 from subnet.config import parse_network_config
-from subnet.manager import ConfigSeen, LeaseRequest, LeasesChanged, LeasesListed, OwnLease, StoreState
+from subnet.manager import ConfigSeen, LeaseRequest, LeasesChanged, LeasesListed, OwnLease, StoreState, ThisNode
 from subnet.model import Lease, LeaseAttrs, Subnets
 from tests.support.clock import ManualClock
 from tests.support.fake_kernel import FakeKernel
@@ -35,12 +35,15 @@ OWN = Subnets(ip_network("10.5.1.0/24"))  # type: ignore[arg-type]
 class FakeManager:
     def __init__(self) -> None:
         self.requests: list[LeaseRequest] = []
-        self.reconnected = 0
+        self.reconnected = self.told_ready = 0
 
     def start(self, post: object) -> None: ...
 
     def want(self, request: LeaseRequest) -> None:
         self.requests.append(request)
+
+    def ready(self) -> None:
+        self.told_ready += 1
 
     def underlay_changed(self) -> None:
         self.reconnected += 1
@@ -92,12 +95,14 @@ class Node:
         self.stop = threading.Event()
         self.script = Script(self.stop, self.clock)
         self.policies: list[TrafficPolicy] = []
+        self.filters: list[object] = []
         self.env = tmp_path / "subnet.env"
         self.owner = Owner(
             Plan(Wish(iface=("eth0",)), str(self.env), **plan),
             kernel=self.kernel,
             manager=self.manager,
             traffic_want=self.policies.append,
+            filter_want=self.filters.append,
             inbox=self.script,  # type: ignore[arg-type]
             health=self.health,
             notifier=self.notifier,  # type: ignore[arg-type]
@@ -169,7 +174,45 @@ def test_ready_means_everything_is_there(tmp_path: Path) -> None:
     assert node.env.read_text() == (
         "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=false\n"
     )
-    assert node.notifier.said[-1].startswith("READY subnet 10.5.1.0/24, 1 other")
+    assert node.notifier.said[-1].startswith("READY subnet 10.5.1.0/24, 2 other leases")
+
+
+def test_the_manager_hears_when_traffic_flows(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.play(StoreState(True), _config(CONFIG), LeasesListed((), 5), lambda: [node.own()])
+    assert node.manager.told_ready == 0
+    node.play(node.rules_ok)
+    assert node.manager.told_ready > 0
+
+
+def test_S08_a_nodes_own_public_address_is_stronger_than_the_flag_and_followed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.play(ThisNode(public_ip=IPv4Address("198.51.100.7"))).started()
+    assert node.manager.requests[-1].attrs.public_ip == IPv4Address("198.51.100.7")
+    node.play(ThisNode())
+    assert node.manager.requests[-1].attrs.public_ip == IPv4Address("192.0.2.1")
+    assert len(node.manager.requests) == 2
+
+
+def test_K05_mac_that_the_store_says_peers_know_is_taken(tmp_path: Path) -> None:
+    mac = "02:aa:00:00:00:01"
+    told = LeaseAttrs(IPv4Address("203.0.113.9"), None, "vxlan", {"vni": 1, "VTEPMAC": mac.upper()})
+    node = Node(tmp_path).play(ThisNode(told=told)).started(_peer(2))
+    assert node.kernel.held["flannel.1"].mac == mac
+
+
+def test_K05_mac_that_cannot_be_kept_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = LeaseAttrs(IPv4Address("192.0.2.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "banana"})
+    node = Node(tmp_path).play(ThisNode(told=told)).started()
+    assert node.is_ready()
+    assert "banana" in caplog.text
+
+
+def test_reason_that_its_finder_logged_is_not_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(tmp_path)
+    node.play(StoreState(True), _config(CONFIG), LeasesListed((), 5), OwnLease(None, "no pod CIDR yet"), 5, 5, 60)
+    assert node.health.reason == "no pod CIDR yet"
+    assert "no pod CIDR yet" not in caplog.text
 
 
 def test_what_peers_are_told_is_the_device_as_it_is(tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ OWN_DEFAULTS = {
     "offline-start": False,
     "tunnel-checksum-offload": True,
     "vtep-filter": False,
+    "ip-masq-exclude": "",
+    "chain-prefix": "FLANNEL",
+    "table-prefix": "flannel",
+    "manage-sysctls": False,
+    "cleanup-on-exit": False,
 }
 BY_NAME = {flag.name: flag for flag in FLAGS.values()}
 
@@ -199,8 +204,12 @@ def test_a_value_means_the_same_by_flag_and_by_variable(data: st.DataObject) -> 
         (["--etcd-endpoints=http://a/b"], "--etcd-endpoints: endpoint 'http://a/b'"),
         (["--etcd-cafile=/nonexistent.ca"], "--etcd-cafile: cannot read '/nonexistent.ca'"),
         (["--etcd-certfile=/nonexistent.crt", "--etcd-keyfile=/nonexistent.key"], "/nonexistent.key"),
-        (["--kube-subnet-mgr"], "--kube-subnet-mgr: the Kubernetes subnet manager is not available in this version"),
-        (["--ip-blackhole-route"], "--ip-blackhole-route: the blackhole route is not available in this version"),
+        (["--ip-masq-exclude=10.8.0.1/16"], "--ip-masq-exclude: '10.8.0.1/16' is no network"),
+        (["--chain-prefix=A B"], "--chain-prefix: 'A B'"),
+        (["--chain-prefix=FLANNEL-OF-THE-RED-CLUSTER"], "20 characters at most"),
+        (["--table-prefix="], "--table-prefix: ''"),
+        (["--kubeconfig-file=/nonexistent.conf"], "--kubeconfig-file: cannot read '/nonexistent.conf'"),
+        (["--kube-annotation-prefix=a/b/c"], "--kube-annotation-prefix: 'a/b/c' must be"),
     ],
 )
 def test_what_waiting_cannot_cure_is_refused(argv: list[str], words: str) -> None:
@@ -254,11 +263,19 @@ def test_a_switch_that_is_off_is_available() -> None:
     assert options("--kube-subnet-mgr=false", "--ip-blackhole-route=false") == Options()
 
 
-def test_flags_of_kubernetes_mode_are_taken() -> None:
+def test_flags_of_kubernetes_mode_are_taken(tmp_path: Path) -> None:
+    kubeconfig = tmp_path / "admin.conf"
+    kubeconfig.touch()
     found = options(
-        "--kube-api-url=http://a", "--kubeconfig-file=/b", "--kube-annotation-prefix=c", "--net-config-path=/d"
+        "--kube-subnet-mgr",
+        "--kube-api-url=http://a",
+        f"--kubeconfig-file={kubeconfig}",
+        "--kube-annotation-prefix=c.example",
+        "--net-config-path=/d",
     )
-    assert (found.kube_api_url, found.kubeconfig_file, found.net_config_path) == ("http://a", "/b", "/d")
+    assert found.kube_subnet_mgr
+    assert (found.kube_api_url, found.kubeconfig_file, found.net_config_path) == ("http://a", str(kubeconfig), "/d")
+    assert found.kube_annotation_prefix == "c.example/"
 
 
 def test_tls_files(tmp_path: Path) -> None:
@@ -295,6 +312,8 @@ def test_description_is_the_command_line() -> None:
         "--public-ip=192.0.2.1",
         "--subnet-lease-renew-margin=90",
         "--ip-masq=true",
+        "--ip-masq-exclude=10.8.0.0/16",
+        "--ip-masq-exclude=fc00:8::/48",
         "--iptables-forward-rules=false",
         "--v=2",
     ]

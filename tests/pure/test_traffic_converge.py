@@ -10,7 +10,6 @@ from flanneld.traffic.converge import Converger
 from flanneld.traffic.detect import Host
 from flanneld.traffic.render import Saved
 from flanneld.traffic.rules import Pair, TrafficPolicy
-from flanneld.traffic.runner import Runner
 from flanneld.traffic.settle import Settler
 from subnet.clock import SystemClock
 from subnet.errors import RuleError
@@ -32,14 +31,10 @@ def firewall() -> FakeFirewall:
     return FakeFirewall()
 
 
-class NoPrograms(Runner):
-    def find(self, *_: str) -> str | None:
-        return None
-
-
 def settler(firewall: FakeFirewall, other: FakeFirewall | None = None, watch: FakeWatch | None = None) -> Settler:
     reporter = Reporter(logging.getLogger("test"), SystemClock())
-    return Settler(Host(firewall, other, watch, ""), NoPrograms(), reporter)
+    others = (converger(other),) if other is not None else ()
+    return Settler(Host(converger(firewall), others, watch, ""), reporter)
 
 
 def converger(firewall: FakeFirewall) -> Converger:

@@ -7,13 +7,14 @@ import pytest
 
 from flanneld.traffic.commands import CommandFirewall, Tools, explain
 from flanneld.traffic.detect import Census, Evidence, census, choose, find_tools, parse_version
-from flanneld.traffic.hostcheck import host_problems
+from flanneld.traffic.hostcheck import HostCheck
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.render import Saved, TablePlan
 from flanneld.traffic.rules import Rule
 from flanneld.traffic.runner import Finished, Runner
 from subnet.clock import SystemClock
 from subnet.errors import RuleError
+from subnet.model import Family
 
 pytestmark = pytest.mark.pure
 
@@ -151,6 +152,8 @@ def test_restore_waits_for_the_lock_only_if_it_can() -> None:
 
 BRIDGE = "net/bridge/bridge-nf-call-iptables"
 FORWARD = "net/ipv4/ip_forward"
+FORWARD6 = "net/ipv6/conf/all/forwarding"
+REVERSE_PATH = "net/ipv4/conf/all/rp_filter"
 
 
 def write(root: Path, values: Mapping[str, str]) -> None:
@@ -160,30 +163,49 @@ def write(root: Path, values: Mapping[str, str]) -> None:
         path.write_text(value + "\n")
 
 
+def findings(check: HostCheck, families: Sequence[Family] = (4,), *, iptables: bool = True) -> list[str]:
+    return [finding.name for finding in check.findings(families, iptables=iptables)]
+
+
 def test_F08_absent_bridge_filter_is_said_and_survived(tmp_path: Path) -> None:
     write(tmp_path, {FORWARD: "1"})
-    problems = host_problems([4], finder(), tmp_path)
-    assert len(problems) == 1
-    assert "br_netfilter" in problems[0]
+    (finding,) = HostCheck(finder(), sysctl=tmp_path).findings([4], iptables=True)
+    assert "br_netfilter" in finding.text
+
+
+def test_F08_nftables_mode_needs_no_bridge_filter(tmp_path: Path) -> None:
+    write(tmp_path, {FORWARD: "1"})
+    assert findings(HostCheck(finder(), sysctl=tmp_path), iptables=False) == []
 
 
 def test_F08_the_value_counts_too(tmp_path: Path) -> None:
+    check = HostCheck(finder(), sysctl=tmp_path)
     write(tmp_path, {FORWARD: "0", BRIDGE: "0"})
-    problems = host_problems([4], finder(), tmp_path)
-    assert [p.split()[0] for p in problems] == ["net.bridge.bridge-nf-call-iptables", "net.ipv4.ip_forward"]
+    assert findings(check) == ["net.bridge.bridge-nf-call-iptables", "net.ipv4.ip_forward"]
     write(tmp_path, {FORWARD: "1", BRIDGE: "1"})
-    assert host_problems([4], finder(), tmp_path) == []
+    assert findings(check) == []
 
 
-def test_F08_the_module_is_tried_first(tmp_path: Path) -> None:
+def test_F08_the_module_is_tried_once(tmp_path: Path) -> None:
     class Loads(Runner):
+        tried = 0
+
         def find(self, *names: str) -> str | None:
             return f"/sbin/{names[0]}"
 
         def run(self, argv: Sequence[str], text: str = "") -> Finished:
             assert argv == ["/sbin/modprobe", "br_netfilter"]
-            write(tmp_path, {BRIDGE: "1"})
-            return Finished(0, "", "")
+            Loads.tried += 1
+            return Finished(1, "", "")
 
     write(tmp_path, {FORWARD: "1"})
-    assert host_problems([4], Loads(), tmp_path) == []
+    check = HostCheck(Loads(), sysctl=tmp_path)
+    assert findings(check) == findings(check) != []
+    assert Loads.tried == 1
+
+
+def test_managed_settings_are_set_and_others_stay(tmp_path: Path) -> None:
+    write(tmp_path, {FORWARD: "0", BRIDGE: "0", FORWARD6: "0", REVERSE_PATH: "1"})
+    assert findings(HostCheck(finder(), manage=True, sysctl=tmp_path)) == ["net.ipv4.conf.all.rp_filter"]
+    assert [(tmp_path / name).read_text() for name in (FORWARD, BRIDGE, FORWARD6)] == ["1", "1", "0\n"]
+    assert (tmp_path / REVERSE_PATH).read_text() == "1\n"

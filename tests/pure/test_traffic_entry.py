@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import struct
 from ipaddress import ip_network
 
@@ -7,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flanneld.traffic.converge import Converger
 from flanneld.traffic.entry import decode, encode
 from flanneld.traffic.render import rule_text
-from flanneld.traffic.rules import Rule
-from flanneld.traffic.watch import attributes, concerns, messages
+from flanneld.traffic.rules import Rule, TrafficPolicy
+from flanneld.traffic.watch import attributes, messages, subject
+from subnet.clock import SystemClock
 from subnet.model import Family, IPNetwork
+from subnet.report import Reporter
+from tests.support.fake_firewall import FakeFirewall
 
 pytestmark = pytest.mark.pure
 
@@ -110,11 +115,14 @@ NEW_RULE, DEL_RULE, DEL_CHAIN, DEL_TABLE, NEW_SET = 6, 8, 5, 2, 9
 )
 def test_only_changes_near_our_rules_are_answered(kind: int, body: bytes, expected: bool) -> None:
     datagram = nft(NEW_SET, attr(1, "x")) + nft(kind, body)
-    assert [concerns(k, a, "FLANNEL") for k, a in messages(datagram)] == [False, expected]
+    said = [subject(k, a) for k, a in messages(datagram)]
+    keeper = Converger(FakeFirewall(), Reporter(logging.getLogger("test"), SystemClock()))
+    interested = [about is not None and keeper.interested(TrafficPolicy(), *about) for about in said]
+    assert interested == [False, expected]
 
 
 @given(st.binary(max_size=80))
 def test_broken_datagrams_are_survived(data: bytes) -> None:
     for kind, attrs in messages(data):
-        concerns(kind, attrs, "FLANNEL")
+        subject(kind, attrs)
     assert all(isinstance(key, int) for key in attributes(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from flanneld.traffic.ports import Interest
 from flanneld.traffic.render import Saved, TablePlan, restore_text
 from subnet.errors import KernelError, RuleError
 from subnet.model import Family
@@ -62,8 +63,9 @@ class FakeWatch:
     def fileno(self) -> int:
         return self._news
 
-    def drain(self, chain_prefix: str) -> bool:
-        assert chain_prefix == "FLANNEL"
+    def drain(self, interest: Interest) -> bool:
+        assert interest("nat", "FLANNEL-POSTRTG")
+        assert not interest("nat", "DOCKER")
         if self.broken:
             raise KernelError("read notifications of", "nf_tables", 5)
         try:

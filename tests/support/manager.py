@@ -11,7 +11,16 @@ from typing import TypeVar
 
 from subnet.config import parse_network_config
 from subnet.etcd.manager import EtcdManager, EtcdSettings
-from subnet.manager import ConfigSeen, LeaseRequest, LeasesChanged, LeasesListed, OwnLease, StoreEvent, StoreState
+from subnet.manager import (
+    ConfigSeen,
+    LeaseRequest,
+    LeasesChanged,
+    LeasesListed,
+    OwnLease,
+    StoreEvent,
+    StoreState,
+    SubnetManager,
+)
 from subnet.model import Lease, LeaseAttrs, Subnets
 from tests.support.etcd import until
 
@@ -27,7 +36,7 @@ def request(number: int = 1, config: object = CONFIG, previous: Subnets | None =
 
 
 class Node:
-    def __init__(self, manager: EtcdManager) -> None:
+    def __init__(self, manager: SubnetManager) -> None:
         self.manager = manager
         self.events: list[StoreEvent] = []
         self.leases: dict[Subnets, Lease] = {}

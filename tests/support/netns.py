@@ -92,6 +92,16 @@ class Namespace:
             return socket.socket(family, kind, proto)
 
 
+def listen_in(name: str, address: str, port: int) -> socket.socket:
+    """Return a listening TCP socket of the namespace with that name, usable from anywhere."""
+    with open("/proc/thread-self/ns/net") as before, (NETNS_DIR / name).open() as there:
+        _setns(there.fileno())
+        try:
+            return socket.create_server((address, port), backlog=64)
+        finally:
+            _setns(before.fileno())
+
+
 def veth(a: Namespace, b: Namespace, name_a: str = "eth0", name_b: str = "eth0") -> None:
     """Join two namespaces by a cable; both ends are up."""
     a.ip(f"link add {name_a} type veth peer name {name_b} netns {b.name}")

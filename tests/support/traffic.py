@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable
 from ipaddress import ip_network
+from typing import Any
 
 from flanneld.traffic.detect import Host, open_host
 from flanneld.traffic.keeper import TrafficKeeper, TrafficState
@@ -80,19 +81,70 @@ class Tables:
         return [rule for rule in self.rules(family) if "flannel" in rule.lower()]
 
 
+def golden_native(ip: str, network: str, subnet: str, multicast: str) -> list[str]:
+    return [
+        "forward type filter hook forward priority filter; policy accept;",
+        f"forward {ip} saddr {network} accept",
+        f"forward {ip} daddr {network} accept",
+        "hostrtg type nat hook postrouting priority srcnat + 1; policy accept;",
+        "hostrtg meta mark & 0x00004000 == 0x00004000 return",
+        f"hostrtg {ip} daddr {subnet} return",
+        f"hostrtg {ip} saddr != {network} {ip} daddr {network} masquerade fully-random",
+        "postrtg type nat hook postrouting priority srcnat; policy accept;",
+        "postrtg meta mark 0x00004000 return",
+        f"postrtg {ip} saddr {subnet} {ip} daddr {network} return",
+        f"postrtg {ip} saddr {network} {ip} daddr {subnet} return",
+        f"postrtg {ip} saddr != {subnet} {ip} daddr {network} return",
+        f"postrtg {ip} saddr {network} {ip} daddr != {multicast} masquerade fully-random",
+        f"postrtg {ip} saddr != {network} {ip} daddr {network} masquerade fully-random",
+    ]
+
+
+GOLDEN_NATIVE: dict[Family, list[str]] = {
+    4: golden_native("ip", "10.5.0.0/16", "10.5.7.0/24", "224.0.0.0/4"),
+    6: golden_native("ip6", "fc00:5::/48", "fc00:5:0:7::/64", "ff00::/8"),
+}
+
+
+class NativeTables:
+    """The tables of nftables mode in a namespace, as nft prints them."""
+
+    def __init__(self, namespace: Namespace, prefix: str = "flannel") -> None:
+        self.namespace, self.prefix = namespace, prefix
+
+    def nft(self, command: str, check: bool = True) -> None:
+        """Run nft with a script."""
+        self.namespace.run("nft", "-f", "-", text=command, check=check)
+
+    def ours(self, family: Family = 4) -> list[str]:
+        """Return ``CHAIN`` and the line for each line of a chain, sorted by chain; none if there is no table."""
+        name = ["ip" if family == 4 else "ip6", f"{self.prefix}-ipv{family}"]
+        listing = self.namespace.run("nft", "-s", "list", "table", *name, check=False)
+        found: dict[str, list[str]] = {}
+        chain = ""
+        for line in map(str.strip, listing.splitlines()):
+            if line.startswith("chain "):
+                chain = line.split()[1]
+            elif chain and line == "}":
+                chain = ""
+            elif chain and not line.startswith("comment "):
+                found.setdefault(chain, []).append(line)
+        return [f"{name} {line}" for name in sorted(found) for line in found[name]]
+
+
 class Keeper:
     """A running keeper. A context manager."""
 
-    def __init__(self, namespace: Namespace, resync_s: float) -> None:
+    def __init__(self, namespace: Namespace, resync_s: float, **settings: Any) -> None:
         self.states: queue.Queue[TrafficState] = queue.Queue()
         self.hosts: list[Host] = []
 
-        def find_host(runner: Runner, clock: Clock) -> Host:
+        def find_host(nftables: bool, runner: Runner, clock: Clock) -> Host:
             namespace.enter()
-            self.hosts.append(open_host(runner, clock))
+            self.hosts.append(open_host(nftables, runner, clock))
             return self.hosts[-1]
 
-        self.keeper = TrafficKeeper(SystemClock(), resync_s, find_host=find_host)
+        self.keeper = TrafficKeeper(SystemClock(), resync_s, find_host=find_host, **settings)
         self.keeper.start(self.states.put)
 
     def __enter__(self) -> Keeper:

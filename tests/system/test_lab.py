@@ -199,7 +199,7 @@ def test_a_kept_lab_stays_until_it_is_cleaned() -> None:
     assert netns.names(prefix) == []
 
 
-@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw", "udp"])
 def test_the_demonstration_holds_with_the_real_daemon(backend: str) -> None:
     argv = [sys.executable, "-m", "flanneld.ctl", "lab", "--hosts", "2", "--seconds", "0", "--backend", backend]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)

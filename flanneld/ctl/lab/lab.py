@@ -114,7 +114,8 @@ class Lab:
         self.say("switch and etcd")
         self.switch = self.namespace("sw")
         self.switch.ip(
-            "link add br0 type bridge",
+            # A fixed address, or the bridge would take over that of its lowest port, and change it with every host.
+            "link add br0 address 02:00:00:00:00:fe type bridge",
             "link set br0 up",
             f"addr add {SWITCH_V4}/24 dev br0",
             f"addr add {SWITCH_V6}/64 dev br0 nodad",

@@ -1,0 +1,203 @@
+"""Opens TUN and socket, runs a pump between them in a thread, and keeps all of it as wanted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from typing import Final
+
+from backends.api import Carrier
+from backends.dataplane.model import Link
+from backends.dataplane.ports import Kernel
+from backends.kernel.tun import Tun, open_tun
+from backends.udp import routes
+from backends.udp.api import DEVICE_GONE, Forwarding, Pump, overlay_address
+from backends.udp.pump import PythonPump
+from backends.udp.wire import Wire, open_wire
+from subnet.errors import KernelError
+from subnet.model import Lease, Subnets
+
+log = logging.getLogger(__name__)
+
+DEVICE_PATTERN: Final = "flannel%d"
+END_WITHIN_S: Final = 1.0
+
+MakePump = Callable[[Tun, Wire, int, int], Pump]
+"""Makes a pump from TUN, socket, port and MTU."""
+
+
+def carried(lease: Lease) -> bool:
+    """Whether packets can be sent to a lease's node: those of this backend name no type.
+
+    Upstream does not look at the type; but a node with another backend listens
+    at no such port, and its packets would vanish without an error.
+    """
+    return not lease.attrs.backend_type
+
+
+@dataclass(frozen=True, slots=True)
+class CarrierSpec:
+    """What makes a carrier: the local end, the port of every node, the TUN's MTU, and the cluster's network."""
+
+    local: IPv4Address
+    port: int
+    mtu_bytes: int
+    network: IPv4Network
+
+
+class NativePump:
+    """The pump in C (``backends/udp/native``); it runs without the interpreter's lock."""
+
+    def __init__(self, tun: Tun, wire: Wire, port: int, mtu_bytes: int) -> None:
+        from backends.udp import _pump  # noqa: PLC0415 - absent where no compiler was at hand
+
+        self._pump = _pump.Pump(
+            tun.fd,
+            wire.socket.fileno(),
+            vnet_hdr=tun.vnet_hdr,
+            tso=tun.tso,
+            uso=tun.uso,
+            gso=wire.gso,
+            port=port,
+            mtu_bytes=mtu_bytes,
+        )
+        self.run, self.stop, self.stats = self._pump.run, self._pump.stop, self._pump.stats
+
+    def forward(self, forwarding: Forwarding) -> None:
+        """Replace routes and addresses."""
+        self._pump.forward(routes.pack(forwarding.ranges), forwarding.own, forwarding.overlay)
+
+
+def native_available() -> bool:
+    """Whether the native pump was built."""
+    try:
+        from backends.udp import _pump  # noqa: F401, PLC0415 - absent where no compiler was at hand
+    except ImportError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What exists while packets are carried."""
+
+    tun: Tun
+    wire: Wire
+    pump: Pump
+    thread: threading.Thread
+    index: int
+
+
+class UdpCarrier(Carrier):
+    """One TUN device, one socket, one pump."""
+
+    def __init__(self, spec: CarrierSpec, *, native: bool | None = None) -> None:
+        self.spec = spec
+        self._native = native_available() if native is None else native
+        self._running: _Running | None = None
+        self._forwarding = Forwarding()
+
+    @property
+    def device(self) -> str:
+        """Return the TUN's name. Raises KernelError while there is none."""
+        if self._running is None:
+            raise KernelError("use", f"device {DEVICE_PATTERN}", 0, "it is not open")
+        return self._running.tun.name
+
+    def stats(self) -> Mapping[str, int]:
+        """Return the pump's counters, none while there is no pump."""
+        return self._running.pump.stats() if self._running is not None else {}
+
+    def ensure(self, kernel: Kernel) -> dict[str, Link]:
+        """Return the TUN by name, up and with its MTU; made anew if somebody deleted it. Raises KernelError."""
+        links = kernel.links()
+        running = self._running
+        if running is not None and not self._intact(running, links):
+            log.warning("device %s was deleted; it is made anew", running.tun.name)
+            self.close()
+        if self._running is None:
+            self._running = self._open()
+            links = kernel.links()
+        link = links[self.device]
+        if not link.up or link.mtu_bytes != self.spec.mtu_bytes:
+            kernel.set_link(link.name, up=True, mtu_bytes=self.spec.mtu_bytes)
+            link = kernel.links()[link.name]
+        return {link.name: link}
+
+    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+        """Tell the pump which subnet is behind which address."""
+        if own.v4 is None:
+            return
+        table = {
+            lease.subnets.v4: lease.attrs.public_ip
+            for lease in peers
+            if carried(lease) and lease.subnets.v4 is not None and lease.attrs.public_ip is not None
+        }
+        forwarding = Forwarding(
+            routes.ranges(table),
+            int(own.v4.network_address),
+            int(overlay_address(self.spec.network, own.v4)),
+        )
+        if forwarding != self._forwarding:
+            self._forwarding = forwarding
+            if self._running is not None:
+                self._running.pump.forward(forwarding)
+
+    def close(self) -> None:
+        """End the pump; device, addresses and routes go with it."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.pump.stop()
+        running.thread.join(END_WITHIN_S)
+        if running.thread.is_alive():
+            # Its descriptors must not be given to others while it may still use them.
+            log.error("the pump of %s does not end; its device stays until the process ends", running.tun.name)
+            return
+        counted = running.pump.stats()
+        log.debug("pump of %s ended: %s", running.tun.name, " ".join(f"{k}={v}" for k, v in counted.items() if v))
+        running.wire.socket.close()
+        with suppress(OSError):
+            running.tun.close()
+
+    def _intact(self, running: _Running, links: Mapping[str, Link]) -> bool:
+        link = links.get(running.tun.name)
+        return link is not None and link.index == running.index and running.thread.is_alive()
+
+    def _open(self) -> _Running:
+        spec = self.spec
+        wire = open_wire(spec.local, spec.port)
+        try:
+            tun = open_tun(DEVICE_PATTERN, offloads=self._native)
+        except KernelError:
+            wire.socket.close()
+            raise
+        make: MakePump = NativePump if self._native else PythonPump
+        pump = make(tun, wire, spec.port, spec.mtu_bytes)
+        pump.forward(self._forwarding)
+        thread = threading.Thread(target=_run, args=(pump, tun.name), name="udp-pump", daemon=True)
+        thread.start()
+        where = f"udp {spec.local}:{spec.port} mtu {spec.mtu_bytes}"
+        log.info("device %s created: %s, %s", tun.name, where, self._how(tun, wire))
+        return _Running(tun, wire, pump, thread, tun.index())
+
+    def _how(self, tun: Tun, wire: Wire) -> str:
+        features = {"TSO": tun.tso, "USO": tun.uso} if self._native else {}
+        features |= {"UDP GSO": wire.gso, "UDP GRO": wire.gro}
+        have = ", ".join(name for name, there in features.items() if there) or "no offload"
+        lack = ", ".join(name for name, there in features.items() if not there)
+        pump = "native pump" if self._native else "pump in Python (the native one was not built)"
+        return f"{pump} with {have}" + (f", without {lack}" if lack else "")
+
+
+def _run(pump: Pump, device: str) -> None:
+    try:
+        pump.run()
+    except OSError as error:
+        if error.errno not in DEVICE_GONE:
+            raise
+        log.debug("pump of %s ended: the device is gone", device)

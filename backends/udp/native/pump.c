@@ -1,0 +1,476 @@
+#define _GNU_SOURCE
+#include "pump.h"
+
+#include <errno.h>
+#include <netinet/udp.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef UDP_SEGMENT
+#define UDP_SEGMENT 103
+#endif
+#ifndef UDP_GRO
+#define UDP_GRO 104
+#endif
+#ifndef SOL_UDP
+#define SOL_UDP 17
+#endif
+
+enum { SEND_WAIT_MS = 20, PAUSE_MS = 10 };
+#define ICMP_PER_SECOND 1000.0
+
+static const uint8_t no_vnet[VNET];
+
+static void count(struct pump *p, enum counter which, unsigned long more)
+{
+    /* The loop is the only writer. */
+    unsigned long value = atomic_load_explicit(&p->count[which], memory_order_relaxed);
+    atomic_store_explicit(&p->count[which], value + more, memory_order_relaxed);
+}
+
+/* -- writing to the TUN ------------------------------------------------------------------------------- */
+
+static bool tun_write(struct pump *p, const struct iovec *parts, int n)
+{
+    /* Without vnet header the first part, which is that header alone, is left out. */
+    ssize_t done;
+    do
+        done = writev(p->tun, p->vnet ? parts : parts + 1, p->vnet ? n : n - 1);
+    while (done < 0 && errno == EINTR);
+    if (done >= 0)
+        return true;
+    if (errno == EBADFD || errno == EFAULT)
+        p->gone = errno;
+    return false; /* the device is down, or the kernel finds fault with the packet */
+}
+
+static void deliver(void *context, const struct iovec *parts, int n, unsigned packets)
+{
+    struct pump *p = context;
+    count(p, RX_WRITES, 1);
+    if (!tun_write(p, parts, n))
+        count(p, RX_DROPPED, packets);
+}
+
+/* -- writing to the socket ---------------------------------------------------------------------------- */
+
+static void wait_for(struct pump *p, short events, int timeout_ms)
+{
+    struct pollfd fds[2] = {{p->wake, POLLIN, 0}, {p->sock, events, 0}};
+    poll(fds, events ? 2 : 1, timeout_ms);
+}
+
+/* Returns 0 or an errno. size is that of the datagrams if the message carries more than one, else 0. */
+static int send_message(struct pump *p, uint32_t hop, const struct iovec *parts, int n, size_t size)
+{
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(p->port), .sin_addr.s_addr = htonl(hop)};
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(sizeof(uint16_t))];
+    } control;
+    struct msghdr message = {.msg_name = &to, .msg_namelen = sizeof to, .msg_iov = (struct iovec *)parts,
+                             .msg_iovlen = (size_t)n};
+    if (size) {
+        memset(&control, 0, sizeof control);
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&message);
+        c->cmsg_level = SOL_UDP;
+        c->cmsg_type = UDP_SEGMENT;
+        c->cmsg_len = CMSG_LEN(sizeof(uint16_t));
+        uint16_t value = (uint16_t)size;
+        memcpy(CMSG_DATA(c), &value, sizeof value);
+    }
+    for (int attempt = 0;; attempt++) {
+        if (sendmsg(p->sock, &message, MSG_DONTWAIT) >= 0)
+            return 0;
+        if (errno == EINTR)
+            continue;
+        if ((errno != EAGAIN && errno != ENOBUFS) || attempt)
+            return errno;
+        wait_for(p, POLLOUT, SEND_WAIT_MS);
+    }
+}
+
+/* -- ICMP errors -------------------------------------------------------------------------------------- */
+
+/* A token bucket, as the kernel has one (icmp_msgs_per_sec in ip-sysctl.rst). */
+static bool icmp_granted(struct pump *p)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    double now = (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+    p->icmp_tokens += (now - p->icmp_filled_s) * ICMP_PER_SECOND;
+    if (p->icmp_tokens > ICMP_PER_SECOND / 10)
+        p->icmp_tokens = ICMP_PER_SECOND / 10;
+    p->icmp_filled_s = now;
+    if (p->icmp_tokens < 1)
+        return false;
+    p->icmp_tokens -= 1;
+    return true;
+}
+
+/* local: the sender is on this side of the TUN. */
+static void answer(struct pump *p, uint8_t type, uint8_t code, uint16_t mtu, const uint8_t *offender, size_t have,
+                   bool local)
+{
+    uint8_t packet[ICMP_MAX];
+    uint32_t source = local ? p->routes->overlay : p->routes->own;
+
+    if (!source || !icmp_allowed(offender))
+        return;
+    uint32_t hop = local ? 0 : routes_hop(p->routes, get32(offender + IP4_SRC));
+    if ((!local && !hop) || !icmp_granted(p))
+        return;
+    struct iovec parts[2] = {{(void *)no_vnet, VNET}, {packet, 0}};
+    parts[1].iov_len = icmp_error(packet, type, code, mtu, offender, have, source);
+    if (local ? tun_write(p, parts, 2) : send_message(p, hop, parts + 1, 1, 0) == 0)
+        count(p, ICMP_SENT, 1);
+}
+
+/* -- TUN to socket ------------------------------------------------------------------------------------ */
+
+static void sent(struct pump *p, unsigned packets, size_t bytes)
+{
+    count(p, TX_PACKETS, packets);
+    count(p, TX_BYTES, bytes);
+    count(p, TX_MESSAGES, 1);
+}
+
+static void too_big(struct pump *p, const struct iovec *parts, int n)
+{
+    uint8_t start[ICMP_MAX];
+    size_t have = 0;
+    for (int i = 0; i < n && have < sizeof start; i++) {
+        size_t room = sizeof start - have, length = parts[i].iov_len < room ? parts[i].iov_len : room;
+        memcpy(start + have, parts[i].iov_base, length);
+        have += length;
+    }
+    count(p, TOO_BIG, 1);
+    if (get16(start + IP4_FRAGMENT) & DF)
+        answer(p, 3, 4, p->mtu, start, have, true);
+}
+
+/* A message of many datagrams may meet refusals that a single one does not: it does not fit a shrunken link,
+ * where single ones are fragmented, or the link or a policy cannot cut. */
+static bool only_together(int error)
+{
+    return error == EMSGSIZE || error == EINVAL || error == EIO || error == EOPNOTSUPP;
+}
+
+static void send_run(struct pump *p, struct run *r)
+{
+    if (r->segments > 1 && p->gso) {
+        int error = send_message(p, r->hop, r->part, r->parts, r->size);
+        if (!error) {
+            sent(p, r->segments, r->bytes);
+            return;
+        }
+        if (!only_together(error)) {
+            count(p, TX_DROPPED, r->segments);
+            return;
+        }
+    }
+    r->begins[r->segments] = (uint16_t)r->parts;
+    for (unsigned i = 0; i < r->segments; i++) {
+        const struct iovec *parts = r->part + r->begins[i];
+        int n = r->begins[i + 1] - r->begins[i];
+        int error = send_message(p, r->hop, parts, n, 0);
+        if (error == EMSGSIZE)
+            too_big(p, parts, n);
+        else if (error)
+            count(p, TX_DROPPED, 1);
+        else
+            sent(p, 1, parts[0].iov_len + (n > 1 ? parts[1].iov_len : 0));
+    }
+}
+
+/* Runs are open in the order of their age, and sent in it. */
+static void send_all(struct pump *p)
+{
+    for (unsigned i = 0; i < p->open; i++)
+        send_run(p, &p->runs[i]);
+    p->open = 0;
+    p->headers_used = 0;
+}
+
+static struct run *run_for(struct pump *p, uint32_t hop, size_t size)
+{
+    for (unsigned i = 0; i < p->open; i++) {
+        struct run *r = &p->runs[i];
+        if (r->hop != hop)
+            continue;
+        if (!r->ended && size <= r->size && r->segments < RUN_SEGMENTS && r->bytes + size <= DATAGRAM_MAX)
+            return r;
+        send_run(p, r);
+        r->segments = 0;
+        r->size = size;
+        return r;
+    }
+    if (p->open == RUNS)
+        send_all(p);
+    struct run *r = &p->runs[p->open++];
+    r->hop = hop;
+    r->segments = 0;
+    r->size = size;
+    return r;
+}
+
+static void enqueue(struct pump *p, uint32_t hop, const uint8_t *head, size_t head_length, const uint8_t *body,
+                    size_t body_length)
+{
+    size_t size = head_length + body_length;
+    struct run *r = run_for(p, hop, size);
+    if (!r->segments) {
+        r->bytes = 0;
+        r->parts = 0;
+    }
+    r->begins[r->segments++] = (uint16_t)r->parts;
+    r->part[r->parts++] = (struct iovec){(void *)head, head_length};
+    if (body_length)
+        r->part[r->parts++] = (struct iovec){(void *)body, body_length};
+    r->bytes += size;
+    r->ended = size < r->size;
+}
+
+static void enqueue_cut(struct pump *p, uint32_t hop, struct cut *cut)
+{
+    for (;;) {
+        if (p->headers_used == OUT_HEADERS)
+            send_all(p);
+        uint8_t *head = p->headers[p->headers_used];
+        const uint8_t *body;
+        size_t length;
+        if (!cut_next(cut, head, &body, &length))
+            return;
+        p->headers_used++;
+        enqueue(p, hop, head, cut->ip + cut->l4, body, length);
+    }
+}
+
+static void take_outward(struct pump *p, const uint8_t *vnet, uint8_t *packet, size_t length)
+{
+    struct cut cut;
+    size_t total = ip_check(packet, length);
+    if (!total) {
+        count(p, MALFORMED, 1);
+        return;
+    }
+    uint32_t hop = routes_hop(p->routes, get32(packet + IP4_DST));
+    if (!hop) {
+        count(p, NO_ROUTE, 1);
+        answer(p, 3, 0, 0, packet, total, true);
+        return;
+    }
+    if (packet[IP4_TTL] <= 1) {
+        count(p, TTL_EXCEEDED, 1);
+        answer(p, 11, 0, 0, packet, total, true);
+        return;
+    }
+    ip_decrement_ttl(packet);
+    if (vnet[VNET_TYPE] != VNET_NONE) {
+        if (cut_begin(&cut, vnet, packet, total))
+            enqueue_cut(p, hop, &cut);
+        else
+            count(p, MALFORMED, 1);
+        return;
+    }
+    if (vnet[VNET_FLAGS] & VNET_NEEDS_CSUM && !finish_checksum(vnet, packet, total)) {
+        count(p, MALFORMED, 1);
+        return;
+    }
+    enqueue(p, hop, packet, total, NULL, 0);
+}
+
+static bool outward(struct pump *p)
+{
+    size_t at = 0, before = p->vnet ? VNET : 0;
+
+    while (at + VNET + PACKET_MAX <= OUT_BYTES && !p->gone) {
+        ssize_t got = read(p->tun, p->out + at, VNET + PACKET_MAX);
+        if (got < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno != EAGAIN)
+                p->gone = errno;
+            break;
+        }
+        if ((size_t)got > before)
+            take_outward(p, p->vnet ? p->out + at : no_vnet, p->out + at + before, (size_t)got - before);
+        at += (size_t)got;
+    }
+    send_all(p);
+    return at > 0;
+}
+
+/* -- socket to TUN ------------------------------------------------------------------------------------ */
+
+static void take_inward(struct pump *p, uint8_t *packet, size_t length)
+{
+    size_t total = ip_check(packet, length);
+    if (!total) {
+        count(p, MALFORMED, 1);
+        return;
+    }
+    if (packet[IP4_TTL] <= 1) {
+        count(p, TTL_EXCEEDED, 1);
+        answer(p, 11, 0, 0, packet, total, false);
+        return;
+    }
+    ip_decrement_ttl(packet);
+    count(p, RX_PACKETS, 1);
+    count(p, RX_BYTES, total);
+    coalesce(&p->coalescer, packet, total);
+}
+
+/* Returns the size of each datagram of an aggregate, 0 for a single one. */
+static size_t datagram_size(struct msghdr *message)
+{
+    int size = 0;
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR(message, c))
+        if (c->cmsg_level == SOL_UDP && c->cmsg_type == UDP_GRO)
+            memcpy(&size, CMSG_DATA(c), sizeof size);
+    return size > 0 ? (size_t)size : 0;
+}
+
+/* Returns the bytes received, -1 when nothing waits. */
+static ssize_t receive(struct pump *p, uint8_t *buffer, size_t *each)
+{
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {buffer, PACKET_MAX};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes,
+                             .msg_controllen = sizeof control.bytes};
+    ssize_t got;
+    do
+        got = recvmsg(p->sock, &message, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got < 0) {
+        /* Out of memory, say: a readable socket that cannot be read must not become a busy loop. */
+        if (errno != EAGAIN)
+            wait_for(p, 0, PAUSE_MS);
+        return -1;
+    }
+    *each = datagram_size(&message);
+    if (!*each || *each > (size_t)got)
+        *each = (size_t)got;
+    return got;
+}
+
+static bool inward(struct pump *p)
+{
+    size_t at = 0, each;
+    int messages = 0;
+
+    for (; messages < IN_MESSAGES && at + PACKET_MAX <= IN_BYTES && !p->gone; messages++) {
+        ssize_t got = receive(p, p->in + at, &each);
+        if (got < 0)
+            break;
+        size_t end = at + (size_t)got;
+        if (got == 0)
+            count(p, MALFORMED, 1);
+        for (; at < end; at += each) {
+            if (each > end - at)
+                each = end - at;
+            take_inward(p, p->in + at, each);
+        }
+    }
+    coalesce_flush(&p->coalescer);
+    return messages > 0;
+}
+
+/* -- life --------------------------------------------------------------------------------------------- */
+
+struct pump *pump_new(int tun, int sock, bool vnet, bool tso, bool uso, bool gso, uint16_t port, uint16_t mtu)
+{
+    struct pump *p = calloc(1, sizeof *p);
+    if (!p)
+        return NULL;
+    p->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    p->routes = routes_new(NULL, 0, 0, 0);
+    p->headers = malloc(OUT_HEADERS * sizeof *p->headers);
+    p->out = malloc(OUT_BYTES);
+    p->in = malloc(IN_BYTES);
+    if (p->wake < 0 || !p->routes || !p->headers || !p->out || !p->in) {
+        int error = errno;
+        pump_free(p);
+        errno = error;
+        return NULL;
+    }
+    p->tun = tun;
+    p->sock = sock;
+    p->vnet = vnet;
+    p->gso = gso;
+    p->port = port;
+    p->mtu = mtu;
+    coalesce_init(&p->coalescer, vnet && tso, vnet && uso, deliver, p);
+    return p;
+}
+
+void pump_free(struct pump *p)
+{
+    if (p->wake >= 0)
+        close(p->wake);
+    routes_free(p->routes);
+    routes_free(atomic_load(&p->next));
+    free(p->headers);
+    free(p->out);
+    free(p->in);
+    free(p);
+}
+
+static void wake(struct pump *p)
+{
+    uint64_t one = 1;
+    /* It fails only when the counter is full: then the loop is awake. */
+    ssize_t ignored = write(p->wake, &one, sizeof one);
+    (void)ignored;
+}
+
+void pump_stop(struct pump *p)
+{
+    atomic_store(&p->stop, true);
+    wake(p);
+}
+
+void pump_forward(struct pump *p, struct routes *routes)
+{
+    routes_free(atomic_exchange(&p->next, routes));
+    wake(p);
+}
+
+static void take_routes(struct pump *p)
+{
+    struct routes *next = atomic_exchange(&p->next, NULL);
+    if (next) {
+        routes_free(p->routes);
+        p->routes = next;
+    }
+}
+
+static void sleep_until_readable(struct pump *p)
+{
+    struct pollfd fds[3] = {{p->tun, POLLIN, 0}, {p->sock, POLLIN, 0}, {p->wake, POLLIN, 0}};
+    uint64_t ignored;
+    if (poll(fds, 3, -1) > 0 && fds[2].revents && read(p->wake, &ignored, sizeof ignored) < 0)
+        return; /* somebody was faster */
+}
+
+int pump_run(struct pump *p)
+{
+    p->gone = 0;
+    while (!atomic_load_explicit(&p->stop, memory_order_acquire) && !p->gone) {
+        take_routes(p);
+        bool moved = outward(p);
+        moved |= inward(p);
+        if (!moved && !p->gone)
+            sleep_until_readable(p);
+    }
+    return p->gone;
+}

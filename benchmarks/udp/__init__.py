@@ -1,0 +1,1 @@
+"""What the udp backend carries, against its own fall-backs and against vxlan."""

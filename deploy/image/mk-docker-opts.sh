@@ -1,0 +1,2 @@
+#!/bin/sh
+exec /opt/bin/flannelctl docker-opts "$@"

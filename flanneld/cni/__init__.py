@@ -1,0 +1,1 @@
+"""The CNI plugin ``flannel``. Its module is copied alone to hosts and imports nothing of the project."""

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flanneld.options import Options, parse
+from subnet.config import parse_network_config
+from subnet.kube.settings import KubeSettings, check
+
+pytestmark = pytest.mark.pure
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+OBJECTS = list(yaml.safe_load_all((DEPLOY / "kube-flannel.yml").read_text()))
+IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+
+
+def the(kind: str, objects: list[Any] = OBJECTS) -> Any:
+    (found,) = [made for made in objects if made["kind"] == kind]
+    return found
+
+
+POD = the("DaemonSet")["spec"]["template"]
+(FLANNELD,) = POD["spec"]["containers"]
+INIT = {container["name"]: container for container in POD["spec"]["initContainers"]}
+
+
+def options() -> Options:
+    found = parse(FLANNELD["args"], {})
+    assert isinstance(found, Options)
+    return found
+
+
+def test_arguments_and_environment_are_taken() -> None:
+    found = options()
+    assert (found.kube_subnet_mgr, found.ip_masq, found.warnings) == (True, True, ())
+    env = {entry["name"]: entry.get("value", "given") for entry in FLANNELD["env"]}
+    settings = KubeSettings(node_name=env["NODE_NAME"], pod_name=env["POD_NAME"], pod_namespace=env["POD_NAMESPACE"])
+    check(settings, {**env, **IN_POD})
+
+
+def test_probes_ask_where_the_daemon_answers() -> None:
+    (port,) = FLANNELD["ports"]
+    assert port["containerPort"] == options().healthz_port
+    assert {FLANNELD[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")} == {
+        "/healthz",
+        "/readyz",
+    }
+    assert {FLANNELD[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")} == {port["name"]}
+
+
+def test_configurations_are_valid() -> None:
+    data = the("ConfigMap")["data"]
+    config = parse_network_config(data["net-conf.json"], "net-conf.json", check_pools=False)
+    assert config.warnings == ()
+    assert (str(config.ipv4 and config.ipv4.network), config.backend.type) == ("10.244.0.0/16", "vxlan")
+    cni = json.loads(data["cni-conf.json"])
+    assert cni["cniVersion"]
+    assert [plugin["type"] for plugin in cni["plugins"]] == ["flannel", "portmap"]
+
+
+def test_files_are_where_they_are_looked_for() -> None:
+    volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
+    for container in (FLANNELD, *INIT.values()):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
+    mounts = {mount["mountPath"].rstrip("/") for mount in FLANNELD["volumeMounts"]}
+    assert {str(Path(options().subnet_file).parent), str(Path(options().net_config_path).parent)} <= mounts
+    source, target = INIT["install-cni"]["args"][1:]
+    assert Path(source).name in the("ConfigMap")["data"]
+    assert str(Path(target).parent) in {mount["mountPath"] for mount in INIT["install-cni"]["volumeMounts"]}
+    assert volumes["flannel-cfg"]["configMap"]["name"] == the("ConfigMap")["metadata"]["name"]
+
+
+def test_rights_to_the_network_and_no_more() -> None:
+    assert POD["spec"]["hostNetwork"] is True
+    assert FLANNELD["securityContext"] == {"privileged": False, "capabilities": {"add": ["NET_ADMIN", "NET_RAW"]}}
+    assert the("Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+
+
+def test_names_agree() -> None:
+    binding, account = the("ClusterRoleBinding"), the("ServiceAccount")
+    assert binding["roleRef"]["name"] == the("ClusterRole")["metadata"]["name"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": account["metadata"]["namespace"]}
+    ]
+    assert POD["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    selected = the("DaemonSet")["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= POD["metadata"]["labels"].items()
+    assert all(made["metadata"]["labels"]["k8s-app"] == "flannel" for made in OBJECTS)
+    namespaces = {made["metadata"].get("namespace") for made in OBJECTS} - {None}
+    assert namespaces == {the("Namespace")["metadata"]["name"]}
+
+
+def test_image_is_this_version() -> None:
+    from flanneld import __version__
+
+    images = {container["image"] for container in (FLANNELD, *INIT.values())}
+    assert images == {f"flanneld:{__version__}"}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "families", "nftables"),
+    [("../base", (4,), False), ("dual-stack", (4, 6), False), ("nftables", (4,), True)],
+)
+def test_overlays(overlay: str, families: tuple[int, ...], nftables: bool) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl to build overlays")
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True, check=True
+    )
+    objects = list(yaml.safe_load_all(built.stdout))
+    assert len(objects) == len(OBJECTS)
+    text = the("ConfigMap", objects)["data"]["net-conf.json"]
+    config = parse_network_config(text, overlay, check_pools=False)
+    assert (config.families, config.enable_nftables, config.warnings) == (families, nftables, ())
+    assert the("ConfigMap", objects)["data"]["cni-conf.json"] == the("ConfigMap")["data"]["cni-conf.json"]
