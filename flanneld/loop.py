@@ -17,7 +17,7 @@ from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import foreign_addresses, leftover_links
-from backends.dataplane.model import Address, Change, DesiredState, Link, Route
+from backends.dataplane.model import Address, Change, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.bridges import Bridges
@@ -319,7 +319,7 @@ class Owner:
             self._ensure_addresses(backend, own.subnets)
             self._ensure_env_file(config, backend, own.subnets)
         self._converge(backend, setting, own.subnets)
-        self._clean_up(setting)
+        self._clean_up(backend, setting, own.subnets)
         self._bridges.look(setting.networks, own.subnets)
         if problem:
             raise NotYet(problem)
@@ -410,13 +410,14 @@ class Owner:
         else:
             self._recheck_backoff.reset()
 
-    def _clean_up(self, setting: Setting) -> None:
+    def _clean_up(self, backend: Backend, setting: Setting, own: Subnets) -> None:
         """Once the new path works: devices that an earlier configuration left."""
         if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
         wanted = frozenset(self._links)
-        desired = DesiredState(wanted, setting.interface.name, setting.networks)
+        # A backend whose devices are made by others names no networks: nothing there is recognised as ours.
+        desired = replace(backend.desired(own, (), lambda _: False), devices=wanted)
         stale = set(leftover_links(links, addresses, desired)) | (self._made & links.keys() - wanted)
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)

@@ -55,8 +55,9 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
 
     On our own devices: all but the kernel's own. On the external interface,
     strictly inside the cluster's networks: those with our protocol number, and
-    gateway routes with protocol boot, which Go flannel leaves behind. Without a
-    device, in the same place: what ``blackhole`` makes.
+    gateway routes with protocol boot, which Go flannel leaves behind, unless
+    somebody else carries the network. Without a device, in the same place:
+    what ``blackhole`` makes.
     """
     if route == blackhole(route.destination):
         return _inside(route.destination, desired.networks)
@@ -66,7 +67,8 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
         return True
     if route.device != desired.underlay or not _inside(route.destination, desired.networks):
         return False
-    return route.protocol == PROTO_FLANNEL or (route.protocol == PROTO_BOOT and route.gateway is not None)
+    left_by_go = desired.alone and route.protocol == PROTO_BOOT and route.gateway is not None
+    return route.protocol == PROTO_FLANNEL or left_by_go
 
 
 def blocked_routes(observed: ObservedState, desired: DesiredState) -> dict[Route, Route]:

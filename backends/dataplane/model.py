@@ -269,6 +269,9 @@ class DesiredState:
     earlier run: inside them stale addresses and routes of ours are recognised.
     ``underlay`` names the external interface.
     ``problems`` are leases that could not be turned into entries, with the reason.
+    ``alone``: nobody else carries this network, so that a gateway route of
+    protocol boot inside it is what Go flannel left; otherwise only routes of
+    our own protocol number are ours.
     ``additive``: the peers are known from memory only; what the kernel holds may
     be newer, and is neither removed nor replaced.
     """
@@ -282,6 +285,7 @@ class DesiredState:
     routes: frozenset[Route] = frozenset()
     problems: tuple[tuple[str, str], ...] = ()
     additive: bool = False
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
