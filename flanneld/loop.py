@@ -17,7 +17,7 @@ from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import foreign_addresses, leftover_links
-from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
+from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Ip6Tunnel, Ipip, Link, Route, Vxlan
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.carrying import Carrying
@@ -44,7 +44,7 @@ from subnet.manager import (
     SubnetManager,
     ThisNode,
 )
-from subnet.model import FAMILIES, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import FAMILIES, Family, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -432,10 +432,16 @@ class Owner:
             self._recheck_backoff.reset()
 
     def _ask_for_filter(self, interface: ExternalInterface) -> None:
-        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        tunnels = (link.tunnel for link in self._links.values())
-        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
-        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
+        """Say which hosts may send tunnelled packets; without a tunnel there is nothing to protect."""
+        tunnels = [link.tunnel for link in self._links.values()]
+        port = next((tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)), 0)
+        families: dict[Family, bool] = {
+            4: any(isinstance(tunnel, Ipip) for tunnel in tunnels),
+            6: any(isinstance(tunnel, Ip6Tunnel) for tunnel in tunnels),
+        }
+        ip_in_ip = tuple(family for family, used in families.items() if used)
+        peers = self._peering.public_addresses()
+        wanted = VtepFilter(interface.name, port, peers, ip_in_ip) if port or ip_in_ip else None
         if wanted != self._filter or not self._filter_asked:
             self._filter, self._filter_asked = wanted, True
             self._filter_want(wanted)
