@@ -209,7 +209,10 @@ class Options:
         "tunnel-checksum-offload", True, _TUNNELS, "leave transmit checksum offload of tunnel devices on"
     )
     vtep_filter: bool = _flag(
-        "vtep-filter", False, _TUNNELS, "accept the VXLAN port from known hosts on the external interface only"
+        "vtep-filter",
+        False,
+        _TUNNELS,
+        "take VXLAN and IP-in-IP packets from known hosts on the external interface only",
     )
 
     ip_masq: bool = _flag("ip-masq", False, _RULES, "masquerade traffic that leaves the cluster network")

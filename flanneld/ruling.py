@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from backends.dataplane.model import DEFAULT_PORT, Link, Vxlan
+from backends.dataplane.model import DEFAULT_PORT, Ip6Tunnel, Ipip, Link, Vxlan
 from flanneld.plan import Plan
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import Pair, TrafficPolicy
 from flanneld.traffic.vtep_rules import VtepFilter
-from subnet.model import FAMILIES, IPAddress, NetworkConfig, Subnets
+from subnet.model import FAMILIES, Family, IPAddress, NetworkConfig, Subnets
 
 
 class Ruling:
@@ -70,10 +70,15 @@ class Ruling:
         return "" if self._state.ok else f"traffic rules: {self._state.problem}"
 
     def ask_for_filter(self, underlay: str, links: Iterable[Link], peers: frozenset[IPAddress]) -> None:
-        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        tunnels = (link.tunnel for link in links)
-        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
-        wanted = VtepFilter(underlay, ports.pop(), peers) if ports else None
+        """Say which hosts may send tunnelled packets; without a tunnel there is nothing to protect."""
+        tunnels = [link.tunnel for link in links]
+        port = next((tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)), 0)
+        families: dict[Family, bool] = {
+            4: any(isinstance(tunnel, Ipip) for tunnel in tunnels),
+            6: any(isinstance(tunnel, Ip6Tunnel) for tunnel in tunnels),
+        }
+        ip_in_ip = tuple(family for family, used in families.items() if used)
+        wanted = VtepFilter(underlay, port, peers, ip_in_ip) if port or ip_in_ip else None
         if wanted != self._filter or not self._filter_asked:
             self._filter, self._filter_asked = wanted, True
             self._want_filter(wanted)

@@ -32,7 +32,7 @@ class Nft:
 
     def list_table(self, family: str, table: str) -> dict[str, object] | None:
         """Return the listing of a table, None if there is none. Raises RuleError."""
-        done = self._runner.run([self._path, "-j", "list", "table", family, table])
+        done = self._runner.run([self._path, "-j", "-p", "list", "table", family, table])
         if done.rc and any(reason in done.err for reason in _ABSENT):
             return None
         if done.rc:

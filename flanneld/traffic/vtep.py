@@ -1,4 +1,4 @@
-"""The filter of the VXLAN port applied, kept in step with the known hosts."""
+"""The filter of tunnelled packets applied, kept in step with the known hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VtepGuard:
         if self._runner.find("nft") is None:
             if wanted is None:
                 return
-            raise RuleError("the VXLAN port cannot be filtered: --vtep-filter needs nft, which is not installed")
+            raise RuleError("tunnelled packets cannot be filtered: --vtep-filter needs nft, which is not installed")
         if wanted is None:
             self._remove()
             return
@@ -57,7 +57,7 @@ class VtepGuard:
         try:
             if nft.list_table("inet", self.table) is not None:
                 nft.apply(f"delete table inet {self.table}\n")
-                log.info("nft table inet %s removed: the VXLAN port is open to everybody", self.table)
+                log.info("nft table inet %s removed: tunnelled packets are taken from everybody", self.table)
         except RuleError as e:
             log.warning("nft table inet %s of an earlier run may be left: %s", self.table, e)
 
@@ -77,7 +77,7 @@ class VtepGuard:
             log.debug("changed by others meanwhile, building it anew: %s", e)
             nft.apply(build)
         level = logging.INFO if text == build else logging.DEBUG
-        log.log(level, "UDP port %d open to %d hosts on %s only", wanted.port, len(wanted.peers), wanted.device)
+        log.log(level, "%s", wanted)
         return 1
 
     def _generation(self) -> int | None:

@@ -1,7 +1,8 @@
-"""The filter of the VXLAN port: its nftables table, as text and as nft lists it. Pure.
+"""The filter of tunnelled packets: its nftables table, as text and as nft lists it. Pure.
 
-The kernel's VXLAN socket takes datagrams on every address of the host from
-anybody; with this table only those of known hosts on the external interface.
+The kernel's VXLAN socket and its IP-in-IP devices take packets on every address
+of the host from anybody; with this table only those of known hosts on the
+external interface.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from subnet.model import FAMILIES, Family, IPAddress
 _SET: Mapping[Family, str] = {4: "peers4", 6: "peers6"}
 _TYPE: Mapping[Family, str] = {4: "ipv4_addr", 6: "ipv6_addr"}
 _IP: Mapping[Family, str] = {4: "ip", 6: "ip6"}
+_IP_IN_IP: Mapping[Family, int] = {4: 4, 6: 41}
+"""Protocol numbers of packets inside packets of their own family (RFC 2003, RFC 2473)."""
 _CHAIN = "input"
 _PER_COMMAND = 500
 """Addresses of one command: nft reads lines of any length, people do not."""
@@ -24,11 +27,20 @@ _PER_COMMAND = 500
 
 @dataclass(frozen=True, slots=True)
 class VtepFilter:
-    """Accept UDP ``port`` on ``device`` from ``peers``, and from nobody else on any device."""
+    """Accept UDP ``port`` on ``device`` from ``peers``, and from nobody else on any device.
+
+    With ``ip_in_ip`` it is not a port but the families whose packets carry
+    packets of the same family.
+    """
 
     device: str
     port: int
     peers: frozenset[IPAddress]
+    ip_in_ip: tuple[Family, ...] = ()
+
+    def __str__(self) -> str:
+        what = "packets in packets" if self.ip_in_ip else f"UDP port {self.port}"
+        return f"{what} taken from {len(self.peers)} hosts on {self.device} only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +59,13 @@ def build_text(table: str, wanted: VtepFilter) -> str:
     lines += [f"add set inet {table} {_SET[f]} {{ type {_TYPE[f]}; }}" for f in FAMILIES]
     at = "type filter hook input priority 0; policy accept;"
     lines.append(f"add chain inet {table} {_CHAIN} {{ {at} }}")
-    mine = f"add rule inet {table} {_CHAIN} udp dport {wanted.port}"
-    lines += [f'{mine} iifname "{wanted.device}" {_IP[f]} saddr @{_SET[f]} accept' for f in FAMILIES]
-    lines.append(f"{mine} drop")
+    mine, port = f"add rule inet {table} {_CHAIN}", f"udp dport {wanted.port}"
+    for f in wanted.ip_in_ip or FAMILIES:
+        kind = f"meta l4proto {_IP_IN_IP[f]}" if wanted.ip_in_ip else port
+        lines.append(f'{mine} {kind} iifname "{wanted.device}" {_IP[f]} saddr @{_SET[f]} accept')
+    # IPv6 inside IPv4 has the number of IPv6 inside IPv6 and is somebody else's.
+    drops = [f"meta nfproto ipv{f} meta l4proto {_IP_IN_IP[f]}" for f in wanted.ip_in_ip] or [port]
+    lines += [f"{mine} {kind} drop" for kind in drops]
     lines += _elements("add", table, wanted.peers)
     return "".join(f"{line}\n" for line in lines)
 
@@ -73,14 +89,19 @@ def _elements(verb: str, table: str, addresses: Iterable[IPAddress]) -> Iterator
 
 
 def rule_expressions(wanted: VtepFilter) -> tuple[object, ...]:
-    """Return the rules as nft lists them (libnftables-json(5))."""
+    """Return the rules as nft lists them, protocols as numbers (libnftables-json(5))."""
     port = _match({"payload": {"protocol": "udp", "field": "dport"}}, wanted.port)
     device = _match({"meta": {"key": "iifname"}}, wanted.device)
+    kind = {f: _match(_L4PROTO, _IP_IN_IP[f]) if wanted.ip_in_ip else port for f in FAMILIES}
     accepting = (
-        [port, device, _match({"payload": {"protocol": _IP[f], "field": "saddr"}}, f"@{_SET[f]}"), {"accept": None}]
-        for f in FAMILIES
+        [kind[f], device, _match({"payload": {"protocol": _IP[f], "field": "saddr"}}, f"@{_SET[f]}"), {"accept": None}]
+        for f in wanted.ip_in_ip or FAMILIES
     )
-    return (*accepting, [port, {"drop": None}])
+    drops = [[_match({"meta": {"key": "nfproto"}}, f"ipv{f}"), kind[f]] for f in wanted.ip_in_ip] or [[port]]
+    return (*accepting, *([*what, {"drop": None}] for what in drops))
+
+
+_L4PROTO = {"meta": {"key": "l4proto"}}
 
 
 def _match(left: object, right: object) -> object:

@@ -56,16 +56,38 @@ class Net:
             receiver.settimeout(2)
             sender.bind((bind, 0))
             sender.sendto(b"x", (target, port))
-            # What comes back is on the same way: once it is here, the datagram was or will never be.
-            with closing(self.node.socket(family)) as back, closing(source.socket(family)) as probe:
-                back.bind(("", 4000))
-                back.settimeout(2)
-                probe.bind((bind, 0))
-                probe.sendto(b"x", (target, 4000))
-                back.recv(16)
+            self._later(source, bind, target)
             receiver.setblocking(False)
             try:
                 receiver.recv(16)
+            except BlockingIOError:
+                return False
+            return True
+
+    def _later(self, source: Namespace, bind: str, target: str) -> None:
+        """Wait for a datagram to an open port: what was sent before it on the same way is here or never will be."""
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with closing(self.node.socket(family)) as back, closing(source.socket(family)) as probe:
+            back.bind(("", 4000))
+            back.settimeout(2)
+            probe.bind((bind, 0))
+            probe.sendto(b"x", (target, 4000))
+            back.recv(16)
+
+    def passes_inside(self, source: Namespace, bind: str, target: str) -> bool:
+        """Whether a packet inside a packet arrives; a raw socket gets it after the filter, as a tunnel would."""
+        family, protocol = (socket.AF_INET6, 41) if ":" in target else (socket.AF_INET, 4)
+        raw = socket.SOCK_RAW
+        with (
+            closing(self.node.socket(family, raw, protocol)) as receiver,
+            closing(source.socket(family, raw, protocol)) as sender,
+        ):
+            sender.bind((bind, 0))
+            sender.sendto(b"E" + b"\0" * 39, (target, 0))
+            self._later(source, bind, target)
+            receiver.setblocking(False)
+            try:
+                receiver.recv(100)
             except BlockingIOError:
                 return False
             return True
@@ -100,6 +122,28 @@ def test_S15_the_port_is_open_to_known_hosts_on_the_interface_only(net: Net) -> 
     net.settle(None)
     assert [net.passes(*way) for way in ways] == [True] * 6
     assert net.listed() == ""
+
+
+def test_W09_packets_inside_packets_come_from_known_hosts_on_the_interface_only(net: Net) -> None:
+    ways: list[tuple[Namespace, str, str]] = [
+        (net.private, "192.0.2.2", "192.0.2.1"),
+        (net.private, "2001:db8:1::2", "2001:db8:1::1"),
+        (net.private, "192.0.2.9", "192.0.2.1"),
+        (net.private, "2001:db8:1::9", "2001:db8:1::1"),
+        (net.public, "203.0.113.2", "203.0.113.1"),
+        (net.public, "192.0.2.3", "203.0.113.1"),
+    ]
+    assert [net.passes_inside(*way) for way in ways] == [True] * 6
+    net.settle(replace(FILTER, port=0, ip_in_ip=(4, 6)))
+    assert [net.passes_inside(*way) for way in ways] == [True, True, False, False, False, False]
+    assert net.passes(net.public, "203.0.113.2", "203.0.113.1")
+    # A family that is off keeps its tunnels, whoever they belong to.
+    net.settle(replace(FILTER, port=0, ip_in_ip=(4,)))
+    assert [net.passes_inside(*way) for way in ways] == [True, True, False, True, False, False]
+    before = net.listed()
+    forks = net.runner.forks
+    net.settle(replace(FILTER, port=0, ip_in_ip=(4,)))
+    assert (net.listed(), net.runner.forks) == (before, forks)
 
 
 def test_S15_it_follows_the_leases_address_by_address(net: Net) -> None:

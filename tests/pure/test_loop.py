@@ -21,6 +21,7 @@ from flanneld.loop import Owner
 from flanneld.plan import Plan
 from flanneld.traffic.keeper import TrafficState
 from flanneld.traffic.rules import TrafficPolicy
+from flanneld.traffic.vtep_rules import VtepFilter
 from subnet.config import parse_network_config
 from subnet.manager import ConfigSeen, LeaseRequest, LeasesChanged, LeasesListed, OwnLease, StoreState, ThisNode
 from subnet.model import Lease, LeaseAttrs, Subnets
@@ -732,3 +733,19 @@ def test_carrier_is_closed_with_the_loop(tmp_path: Path, carrier: FakeCarrier) -
     node = Node(tmp_path)
     node.play(StoreState(True), _config(CONFIG), LeasesListed((), 5))
     assert (carrier.ensured, carrier.closed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted"),
+    [
+        ("vxlan", VtepFilter("eth0", 8472, frozenset({ip_address("192.0.2.2")}))),
+        ("ipip", VtepFilter("eth0", 0, frozenset({ip_address("192.0.2.2")}), (4,))),
+        ("host-gw", None),
+    ],
+)
+def test_W09_known_hosts_may_send_what_the_backend_tunnels(
+    tmp_path: Path, backend: str, wanted: VtepFilter | None
+) -> None:
+    node = Node(tmp_path, vtep_filter=True)
+    node.started(_peer(2), config=CONFIG.replace("vxlan", backend))
+    assert node.filters[-1] == wanted

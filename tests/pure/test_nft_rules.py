@@ -251,6 +251,7 @@ def test_S15_only_addresses_that_changed_are_named() -> None:
         (replace(GOOD, rules=GOOD.rules[1:]), FILTER),
         (GOOD, replace(FILTER, port=4789)),
         (GOOD, replace(FILTER, device="eth0")),
+        (GOOD, replace(FILTER, ip_in_ip=(4,))),
     ],
 )
 def test_S15_all_else_is_built_anew(before: HeldFilter, wanted: VtepFilter) -> None:
