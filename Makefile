@@ -22,7 +22,7 @@ help:
 	@echo 'make test     run every test (root)'
 	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
-	@echo 'make bench    throughput between two hosts of the demo (root)'
+	@echo 'make bench    what the daemon costs, beside references, in about eight minutes (root)'
 	@echo 'make venv     the virtual environment alone'
 	@echo 'make install  the daemon in $(PREFIX), its unit and its settings (root)'
 	@echo 'make lock     pin the newest versions that setup.cfg and requirements/*.in allow'
@@ -64,7 +64,7 @@ lint: venv
 	$(BIN)/lint-imports
 
 bench: venv
-	$(BIN)/flannelctl lab --hosts 2 --seconds 10
+	$(BIN)/python -m benchmarks --output benchmarks/RESULTS.md
 
 lock: deps
 	@python=$$(scripts/find-python "$(PYTHON)") && "$$python" -m venv --clear build/lock

@@ -36,8 +36,8 @@ class AllocBackend:
         return self._setting.interface.mtu_bytes
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
-        """Nothing."""
-        return DesiredState(frozenset(), self._setting.interface.name, self._setting.networks)
+        """Nothing, and no route there is ours: those that carry the packets may look like Go flannel's."""
+        return DesiredState(frozenset(), self._setting.interface.name, frozenset())
 
 
 BACKEND = AllocBackend

@@ -36,6 +36,7 @@ class Carrying:
             self._carrier = backend.carrier(earlier, self._wake)
         else:
             self.close()
+            self._carrier, self.problems = None, {}
         if self._carrier is not earlier:
             self._for = None
         self.links = self._carrier.ensure(self._kernel) if self._carrier is not None else {}
@@ -62,4 +63,3 @@ class Carrying:
         """End the carrier, if there is one."""
         if self._carrier is not None:
             self._carrier.close()
-        self._carrier, self.problems = None, {}

@@ -24,8 +24,9 @@ from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
 from flanneld.healthz import Health, HealthServer
 from flanneld.inbox import Inbox, KernelEvents, Wake
-from flanneld.loop import Owner, Plan
+from flanneld.loop import Owner
 from flanneld.options import Options
+from flanneld.plan import Plan
 from flanneld.systemd import Notifier
 from flanneld.threads import Crash
 from flanneld.traffic.keeper import TrafficKeeper

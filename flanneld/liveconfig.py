@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from subnet.model import FAMILIES, Json, NetworkConfig, Subnets
 
 LIVE_OPTIONS: Mapping[str, frozenset[str]] = {
+    "ipip": frozenset({"directrouting"}),
     "vxlan": frozenset({"mtu", "directrouting", "learning"}),
 }
 """Backend members, lower-cased, that can change under way; every other member cannot."""

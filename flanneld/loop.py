@@ -10,31 +10,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from backends import load_backend
 from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import foreign_addresses, leftover_links
-from backends.dataplane.model import DEFAULT_PORT, Address, Change, DesiredState, Link, Route, Vxlan
+from backends.dataplane.model import Address, Change, DesiredState, Link, Route
 from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.bridges import Bridges
 from flanneld.carrying import Carrying
-from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Event, Inbox, KernelEvents, Wake
 from flanneld.liveconfig import restart_reason
 from flanneld.peering import Peering
+from flanneld.plan import NotYet, Plan, Told
+from flanneld.ruling import Ruling
 from flanneld.systemd import Notifier
 from flanneld.traffic.keeper import TrafficState
-from flanneld.traffic.rules import Pair, TrafficPolicy
+from flanneld.traffic.rules import TrafficPolicy
 from flanneld.traffic.vtep_rules import VtepFilter
 from flanneld.underlay import Underlay
 from subnet import envfile
-from subnet.clock import Backoff, Clock
-from subnet.errors import ConfigError, FlannelError, InterfaceError, KernelError
+from subnet.clock import Backoff, Clock, Throttle
+from subnet.errors import ConfigError, InterfaceError, KernelError
 from subnet.manager import (
     ConfigSeen,
     LeaseRequest,
@@ -56,35 +57,6 @@ NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
 HURRY_S = 0.2
 """A pending retry is brought forward to this when the host changed."""
-COMPARE_SHARE = 4.0
-"""After a comparison of t seconds the next one waits for this many t, so that churn cannot eat the host."""
-
-
-class NotYet(FlannelError):
-    """A step cannot be taken yet; the text is what people are told."""
-
-
-class Told(NotYet):
-    """The same, for a reason that whoever found it has logged already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The options that the loop acts on."""
-
-    wish: Wish
-    subnet_file: str
-    ip_masq: bool = False
-    forward_rules: bool = True
-    random_fully: bool = True
-    masq_exclude: tuple[IPNetwork, ...] = ()
-    chain_prefix: str = "FLANNEL"
-    table_prefix: str = "flannel"
-    blackhole: bool = False
-    vtep_filter: bool = False
-    resync_s: float = 60.0
-    startup_timeout_s: float = 0.0
-    tunnel_checksum_offload: bool = True
 
 
 class Owner:
@@ -104,7 +76,8 @@ class Owner:
         clock: Clock,
     ) -> None:
         self._plan, self._kernel = plan, kernel
-        self._manager, self._traffic_want, self._filter_want = manager, traffic_want, filter_want
+        self._manager = manager
+        self._ruling = Ruling(plan, traffic_want, filter_want)
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
         self._reporter = Reporter(log, clock)
         self._carrying = Carrying(kernel, clock, lambda: inbox.post(Wake()))
@@ -125,7 +98,6 @@ class Owner:
         self._fatal = ""
         self._restart_reason = ""
         self._store_problem = "datastore was not reached yet"
-        self._traffic: TrafficState | None = None
 
         self._told: LeaseAttrs | None = None
         self._backend: Backend | None = None
@@ -141,16 +113,14 @@ class Owner:
         self._problems: Mapping[str, str] = {}
         self._previous = Subnets()
         self._previous_networks = Subnets()
-        self._policy: TrafficPolicy | None = None
-        self._filter: VtepFilter | None = None
-        self._filter_asked = False
         self._was_ready = False
         self._waiting_since = 0.0
         self._began = clock.now()
         self._next_resync = self._began + plan.resync_s
         self._retry_at: float | None = None
         self._recheck_at: float | None = None
-        self._compare_at = self._alive_at = 0.0
+        self._comparisons = Throttle()
+        self._alive_at = 0.0
 
         self._remember_earlier_run()
 
@@ -192,7 +162,7 @@ class Owner:
             case StoreState():
                 self._store_problem = event.problem
             case TrafficState():
-                self._traffic = event
+                self._ruling.heard(event)
             case _:
                 pass
         if not isinstance(event, KernelEvents):
@@ -337,9 +307,12 @@ class Owner:
             if self._own_problem:
                 raise Told(self._own_problem)
             raise NotYet("waiting for a subnet lease")
-        self._ask_for_rules(config, own.subnets)
-        problem = self._rules_problem()
-        # Not held up by rules in trouble: peers do not wait for them.
+        self._ruling.ask(config, own.subnets, self._previous_networks, self._previous)
+        problem = self._ruling.problem()
+        if self._ruling.pending and self._converged_for is None:
+            # At the start rules come first, then subnet.env (and with it pods), then peers.
+            raise NotYet(problem)
+        # Later on, and when rules are in trouble, peers do not wait for them.
         carrier_problem = self._carrying.carry(self._peering, backend, setting, own.subnets)
         problem = problem or carrier_problem
         if not problem:
@@ -422,29 +395,20 @@ class Owner:
         if not (self._peering.moved or self._reconciler.doubtful or self._converged_for != (setting, own)):
             return
         now = self._clock.now()
-        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._compare_at:
+        if self._reconciler.doubtful and self._converged_for == (setting, own) and now < self._comparisons.next_at():
             return
         looked = self._reconciler.doubtful
         outcome = self._reconciler.converge(self._peering.table(backend, setting, own))
         if self._plan.vtep_filter:
-            self._ask_for_filter(setting.interface)
+            self._ruling.ask_for_filter(setting.interface.name, self._links.values(), self._peering.public_addresses())
         if looked:
-            self._compare_at = self._clock.now() + COMPARE_SHARE * (self._clock.now() - now)
+            self._comparisons.ran(now, self._clock.now())
         self._converged_for = (setting, own)
         self._problems = outcome.problems | self._peering.refused()
         if outcome.refused:
             self._recheck_at = self._clock.now() + self._recheck_backoff.next_s()
         else:
             self._recheck_backoff.reset()
-
-    def _ask_for_filter(self, interface: ExternalInterface) -> None:
-        """Say which hosts may send to the VXLAN port; without a VXLAN device there is none to protect."""
-        tunnels = (link.tunnel for link in self._links.values())
-        ports = {tunnel.port or DEFAULT_PORT for tunnel in tunnels if isinstance(tunnel, Vxlan)}
-        wanted = VtepFilter(interface.name, ports.pop(), self._peering.public_addresses()) if ports else None
-        if wanted != self._filter or not self._filter_asked:
-            self._filter, self._filter_asked = wanted, True
-            self._filter_want(wanted)
 
     def _clean_up(self, setting: Setting) -> None:
         """Once the new path works: devices that an earlier configuration left."""
@@ -461,46 +425,6 @@ class Owner:
             log.warning("%s was given by somebody else and is left alone", address)
         self._made = set(wanted)
         self._cleaned_for = setting
-
-    def _ask_for_rules(self, config: NetworkConfig, own: Subnets) -> None:
-        pairs: dict[int, Pair] = {}
-        earlier: list[Pair] = []
-        for family in FAMILIES:
-            pool, subnet = config.pool(family), own.of(family)
-            if pool is not None and subnet is not None:
-                pairs[family] = Pair(pool.network, subnet)
-            network, before = self._previous_networks.of(family), self._previous.of(family)
-            if network is not None and before is not None:
-                earlier.append(Pair(network, before))
-        policy = TrafficPolicy(
-            v4=pairs.get(4),
-            v6=pairs.get(6),
-            masquerade=self._plan.ip_masq,
-            forward=self._plan.forward_rules,
-            random_fully=self._plan.random_fully,
-            previous=tuple(earlier),
-            masq_exclude=self._plan.masq_exclude,
-            nftables=config.enable_nftables,
-            chain_prefix=self._plan.chain_prefix,
-            table_prefix=self._plan.table_prefix,
-        )
-        if policy != self._policy:
-            self._policy = policy
-            self._traffic_want(policy)
-
-    def _rules_problem(self) -> str:
-        """Return why the rules are not in force; empty: they are.
-
-        At the start they are waited for: pods may come once subnet.env is
-        there, and peers after it. Later on, and when rules are in trouble,
-        peers do not wait.
-        """
-        state = self._traffic
-        if state is None or state.policy != self._policy:
-            if self._converged_for is None:
-                raise NotYet("waiting for the traffic rules")
-            return "waiting for the traffic rules"
-        return "" if state.ok else f"traffic rules: {state.problem}"
 
     def _ensure_addresses(self, backend: Backend, own: Subnets) -> None:
         """The devices' own addresses, ahead of everything else that convergence brings."""
@@ -574,8 +498,8 @@ class Owner:
             ends.append(self._waiting_since + NEWS_S)
         if self._recheck_at is not None:
             ends.append(self._recheck_at)
-        if self._reconciler.doubtful and self._converged_for is not None:
-            ends.append(self._compare_at)
+        if self._reconciler.doubtful and self._comparisons.next_at() > now:
+            ends.append(self._comparisons.next_at())
         if self._notifier.watchdog_s:
             ends.append(now + self._notifier.watchdog_s / 3)
         if self._plan.startup_timeout_s and not self._was_ready:

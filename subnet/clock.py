@@ -48,3 +48,27 @@ class Backoff:
     def reset(self) -> None:
         """Start from the first delay again."""
         self._next_s = 0.0
+
+
+@dataclass
+class Throttle:
+    """Keeps costly work from eating the host: a few runs may follow at once, then each waits by its own cost.
+
+    Of more than ``burst`` runs within ``window_s`` the next waits for ``rest``
+    times what the last one took.
+    """
+
+    burst: int = 4
+    window_s: float = 3.0
+    rest: float = 4.0
+    _began: list[float] = field(default_factory=list, init=False)
+    _next_at: float = field(default=0.0, init=False)
+
+    def ran(self, began: float, ended: float) -> None:
+        """Note a run, by clock readings in seconds."""
+        self._began = [at for at in self._began if ended - at < self.window_s] + [began]
+        self._next_at = ended + self.rest * (ended - began) if len(self._began) > self.burst else ended
+
+    def next_at(self) -> float:
+        """Return when the next run may begin."""
+        return self._next_at

@@ -23,6 +23,7 @@ BACKEND_KEYS: Mapping[str, tuple[str, ...]] = {
         "SubnetRemoveCommand",
         "ShutdownCommand",
         "ExtensionShell",
+        "CommandTimeout",
     ),
     "alloc": (),
     "tencent-vpc": ("AccessKeyID", "AccessKeySecret"),

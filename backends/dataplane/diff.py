@@ -99,7 +99,7 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     Additions go address, neighbour, FDB entry, route, so that a route never
     points at an unknown VTEP; removals follow in reverse order, after the
     additions, so that what moves is not interrupted. A put replaces what the
-    kernel holds under the same key. An additive state only fills gaps.
+    kernel holds under the same key; where it cannot, that is removed first. An additive state only fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
     addresses = _missing(desired.addresses, observed.addresses, desired)
@@ -121,7 +121,24 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
         ),
         *_sorted(a for a in observed.addresses - desired.addresses if _stale_address(a, desired)),
     ]
-    return (*(Change("put", target) for target in puts), *(Change("delete", target) for target in deletes))
+    return (
+        *(Change("delete", rival) for rival in _rivals(routes, observed)),
+        *(Change("put", target) for target in puts),
+        *(Change("delete", target) for target in deletes),
+    )
+
+
+def _rivals(routes: Iterable[Route], observed: ObservedState) -> list[Route]:
+    """Routes in the place of a wanted on-link IPv6 route, through another device.
+
+    The kernel lets them not be replaced: it looks for the gateway, which lies
+    inside the destination, and finds it behind the other device (net/ipv6/route.c,
+    ip6_route_check_nh_onlink).
+    """
+    wanted = {route.key: route.device for route in routes if route.family == 6 and route.onlink}
+    if not wanted:
+        return []
+    return _sorted(r for r in observed.routes if r.key in wanted and r.device != wanted[r.key])
 
 
 def _sorted(targets: Iterable[_T]) -> list[_T]:

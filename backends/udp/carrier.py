@@ -158,6 +158,8 @@ class UdpCarrier(Carrier):
             # Its descriptors must not be given to others while it may still use them.
             log.error("the pump of %s does not end; its device stays until the process ends", running.tun.name)
             return
+        counted = running.pump.stats()
+        log.debug("pump of %s ended: %s", running.tun.name, " ".join(f"{k}={v}" for k, v in counted.items() if v))
         running.wire.socket.close()
         with suppress(OSError):
             running.tun.close()

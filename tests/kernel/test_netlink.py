@@ -295,3 +295,12 @@ def test_L49_a_blackhole_route_beside_a_bridge(host: Namespace, kernel: NetlinkK
     assert [r for r in kernel.routes() if r.destination == subnet] == [blackhole(subnet)]
     assert kernel.apply([Change("delete", blackhole(subnet))] * 2) == []
     assert [r for r in kernel.routes() if r.destination == subnet] == []
+
+
+def test_H02_ipv6_route_of_another_device_is_replaced(host: Namespace, kernel: NetlinkKernel) -> None:
+    name = _tunnel(kernel, "2001:db8:1::1")
+    route = Route(ip_network("fd05:0:0:2::/64"), name, ip_address("fd05:0:0:2::"), onlink=True)
+    host.ip("-6 route add fd05:0:0:2::/64 via 2001:db8:1::fe dev eth0")
+    desired = DesiredState(frozenset({name}), "eth0", frozenset({ip_network("fd05::/48")}), routes=frozenset({route}))
+    assert kernel.apply(diff(kernel.observe([name]), desired)) == []
+    assert diff(kernel.observe([name]), desired) == ()

@@ -189,6 +189,13 @@ def test_H02_route_of_another_kind_at_our_place_is_replaced() -> None:
     assert [str(c) for c in changes] == ["route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink added"]
 
 
+def test_H02_ipv6_route_through_another_device_goes_before_ours_comes() -> None:
+    wanted = _route("fd05:0:0:2::/64", via="fd05:0:0:2::", onlink=True)
+    theirs = _route("fd05:0:0:2::/64", "eth0", "2001:db8:1::fe", protocol=4)
+    changes = diff(ObservedState(routes=frozenset({theirs})), _desired(routes=frozenset({wanted})))
+    assert [(c.verb, c.target) for c in changes] == [("delete", theirs), ("put", wanted)]
+
+
 def test_V11_stale_flannel_address_goes_and_foreign_one_stays() -> None:
     stale, foreign, wanted = (
         Address(DEVICE, ip_interface(text)) for text in ("10.5.99.0/32", "192.168.1.125/24", "10.5.1.0/32")

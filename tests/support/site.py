@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import time
-from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -248,21 +247,6 @@ def cpu_s(daemon: Daemon) -> float:
     """Return the processor seconds that the running process has used."""
     fields = Path(f"/proc/{daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def put_many(etcd: Etcd, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write leases (last part of the key: value) in transactions of 100."""
-
-    def encoded(text: str) -> str:
-        return b64encode(text.encode()).decode()
-
-    items = list(values.items())
-    for batch in (items[i : i + 100] for i in range(0, len(items), 100)):
-        puts = [
-            {"requestPut": {"key": encoded(f"{etcd.prefix}/subnets/{key}"), "value": encoded(json.dumps(value))}}
-            for key, value in batch
-        ]
-        etcd.call("kv/txn", {"success": puts})
 
 
 def readyz(host: Host, port: int) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import SWITCH_V4
 from flanneld.ctl.lab.tools import run
 from tests.support.expected import device, held, rules
-from tests.support.site import CONFIG, Network, Site, flow, lossless, mtu_differs, put_many, settle, stays
+from tests.support.site import CONFIG, Network, Site, flow, lossless, mtu_differs, settle, stays
 
 pytestmark = pytest.mark.system
 
@@ -248,7 +248,7 @@ def test_V06_burst_of_1500_leases(network: Network) -> None:
     third = own.split(".")[2]
     leases = {k: v for k, v in leases.items() if k.split(".")[2] != third}
     began = time.monotonic()
-    put_many(network.etcd, leases)
+    network.etcd.forge_many(leases)
     network.settled(30)
     assert time.monotonic() - began < 32
     assert not a.daemon.notify.status.startswith("not ready")

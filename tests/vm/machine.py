@@ -121,7 +121,7 @@ def qemu_argv(kernel: GuestKernel, initramfs: Path) -> list[str]:
     """
     return [
         "qemu-system-x86_64",
-        *("-M", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-smp", "2", "-cpu", "qemu64", "-m", "1536"),
+        *("-M", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-smp", "2", "-cpu", "qemu64", "-m", "2048"),
         *("-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"),
         *("-kernel", str(kernel.image), "-initrd", str(initramfs)),
         *("-append", "console=ttyS0 quiet panic=-1 mitigations=off rcupdate.rcu_expedited=1"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from flanneld.ctl.lab.errors import LabError
 from flanneld.ctl.lab.hosts import Host, Pod
 from flanneld.ctl.lab.lab import Lab
+from flanneld.ctl.lab.netns import Namespace
 from flanneld.ctl.lab.tools import SYSTEM_PATH, poll
 
 PINGS = 3
@@ -68,16 +69,20 @@ def can_measure() -> bool:
 
 
 def throughput_bps(source: Pod, target: Pod, seconds: int) -> float | None:
-    """Return what one TCP connection carries in bits per second, None if none comes about (iperf3(1))."""
-    family = target.addresses[0].version
-    address = target.address(family)
-    server = target.namespace.spawn("iperf3", "--server", "--one-off", "--bind", address)
+    """Return what one TCP connection between containers carries in bits per second, None if none comes about."""
+    address = target.address(source.addresses[0].version)
+    return carried_bps(source.namespace, target.namespace, address, seconds)
+
+
+def carried_bps(source: Namespace, target: Namespace, address: str, seconds: int) -> float | None:
+    """Return what one TCP connection to an address of ``target`` carries in bits per second (iperf3(1)), or None."""
+    server = target.spawn("iperf3", "--server", "--one-off", "--bind", address)
     try:
         argv = ("iperf3", "--json", "--client", address, "--time", str(seconds), "--connect-timeout", "2000")
 
         def attempt() -> float | None:
             # The server needs a moment; a refused connection says nothing about the network.
-            return parse_iperf(source.namespace.run(*argv, check=False, timeout_s=seconds + 15))
+            return parse_iperf(source.run(*argv, check=False, timeout_s=seconds + 15))
 
         return poll("throughput", attempt, timeout_s=3)
     except LabError:

@@ -1,0 +1,32 @@
+"""The machine that a result was taken on, and what a process uses of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def describe() -> str:
+    """Return processor, number of cores, kernel and interpreter, one line."""
+    model = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    kernel, python = platform.release(), platform.python_version()
+    return f"{model}, {os.cpu_count()} cores, Linux {kernel}, CPython {python}"
+
+
+def rss_mib(pid: int) -> float:
+    """Return the resident memory of a process in MiB (VmRSS, proc(5))."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise ProcessLookupError(f"process {pid} has no memory: it has ended")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds that a process has used, to the clock tick (utime and stime, proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
