@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from subnet.kube import client, configfile, keeper, reader
-from subnet.manager import ConfigSeen, LeasesListed, OwnLease, ThisNode
-from subnet.model import Subnets
+from subnet.manager import ConfigSeen, LeasesChanged, LeasesListed, OwnLease, ThisNode
+from subnet.model import Lease, Subnets
 from tests.support.etcd import Tls, free_port, make_tls, until
 from tests.support.kube import PREFIX, KubeApi, node_annotations
 from tests.support.kube_node import CONFIG, KubeNode, kube_node, request
@@ -51,6 +51,12 @@ def peer(kube: KubeApi, number: int) -> None:
 
 def sees(node: KubeNode, *numbers: int) -> None:
     until(lambda: node.numbers() == set(numbers), what=f"peers {numbers}, has {sorted(node.numbers())}")
+
+
+def public_ips(node: KubeNode, name: str) -> list[str]:
+    """What changes, in their order, said of a node."""
+    changes = [change for event in node.all(LeasesChanged) for change in event.changes]
+    return [str(change.attrs.public_ip) for change in changes if isinstance(change, Lease) and change.key == name]
 
 
 def lists(kube: KubeApi) -> int:
@@ -164,22 +170,33 @@ def test_watch_asks_for_an_end_and_bookmarks(kube: KubeApi, a: KubeNode) -> None
     assert 300 <= int(query["timeoutSeconds"]) <= 600
 
 
-def test_K03_lists_in_pages_and_goes_on_where_it_was_cut(kube: KubeApi, tmp_path: Path) -> None:
-    for number in range(1201):
-        low, high = number % 250, number // 250
-        kube.node(
-            f"m{number:04}", [f"10.{high + 1}.{low}.0/24"], node_annotations(f"198.51.100.{low}", "02:00:00:00:00:01")
-        )
-    kube.fail("list", "cut", times=1)
-    kube.node("n1", ["10.5.1.0/24"])
+def test_K03_long_list_is_cut_in_the_middle_and_goes_on_there(
+    kube: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, pages = 11_999, 24
+    for number in range(count):
+        high, low = divmod(number, 250)
+        told = node_annotations(f"198.51.{high}.{low}", f"02:00:00:00:{high:02x}:{low:02x}")
+        kube.node(f"m{number:05}", [f"10.{high + 1}.{low}.0/24"], told)
+    kube.node("n1", ["10.200.1.0/24"])
+    served = kube._route
+
+    def cut_once(handler: Any, seen: Any, cut: bool) -> None:
+        served(handler, seen, len(kube.asked("list")) == pages // 2)
+
+    monkeypatch.setattr(kube, "_route", cut_once)
     with kube_node(kube, tmp_path, {**CONFIG, "Network": "10.0.0.0/8"}) as a:
-        until(lambda: len(a.leases) == 1201, what="all leases")
+        until(lambda: len(a.leases) == count, 60, what="all leases")
         asked = kube.asked("list")
+        for number in range(50):
+            kube.change("m00007", {PREFIX + "public-ip": f"203.0.113.{number}"})
+        wanted = [f"203.0.113.{number}" for number in range(50)]
+        until(lambda: public_ips(a, "m00007") == wanted, what="changes in order")
     assert {seen.query["limit"] for seen in asked} == {"500"}
     tokens = [seen.query.get("continue", "") for seen in asked]
-    assert tokens[0] == tokens[1] == ""
-    assert len(tokens) == 4
-    assert len(set(tokens)) == 3
+    assert len(tokens) == pages + 1
+    assert tokens[pages // 2 - 1] == tokens[pages // 2]
+    assert len(set(tokens)) == pages
 
 
 def test_page_that_fails_is_asked_again_alone(kube: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +298,35 @@ def test_condition_is_set_when_ready(kube: KubeApi, a: KubeNode) -> None:
     assert condition is not None
     assert condition["status"] == "False"
     assert condition["lastTransitionTime"].startswith("20")
+
+
+@pytest.mark.parametrize("spec", [{"podCIDR": "10.5.1.0/24"}, {"podCIDR": "", "podCIDRs": ["10.5.1.0/24"]}])
+def test_K01_pod_cidr_that_comes_late_is_taken_from_either_field(
+    kube: KubeApi, tmp_path: Path, spec: dict[str, Any]
+) -> None:
+    kube.node("n1")
+    with kube_node(kube, tmp_path) as a:
+        a.manager.want(request())
+        until(lambda: a.all(OwnLease), what="reason")
+        assert all(word in a.all(OwnLease)[0].problem for word in ("n1", "spec.podCIDR", "--allocate-node-cidrs"))
+        kube.patch_spec("n1", spec)
+        until(lambda: a.own is not None, what="own lease")
+
+
+def test_K15_daemons_with_prefixes_of_their_own_do_not_see_each_other(kube: KubeApi, tmp_path: Path) -> None:
+    for number in (1, 2):
+        kube.node(f"n{number}", [f"10.5.{number}.0/24"])
+    prefixes = {"a.example.com/": "02:00:00:00:01:0a", "a.example.com/x-": "02:00:00:00:01:0b"}
+    for prefix, mac in prefixes.items():
+        with kube_node(kube, tmp_path, prefix=prefix) as a, kube_node(kube, tmp_path, node_name="n2") as other:
+            a.acquire(request(mac=mac))
+            sees(other)
+            assert str(a.acquire(request(mac=mac)).subnets) == "10.5.1.0/24"
+    found = kube.nodes["n1"]["metadata"]["annotations"]
+    assert {prefix: mac in found[f"{prefix}backend-data"] for prefix, mac in prefixes.items()} == dict.fromkeys(
+        prefixes, True
+    )
+    assert not kube.told("n1")
 
 
 def test_K14_overwrites_are_followed(kube: KubeApi, a: KubeNode) -> None:

@@ -112,7 +112,9 @@ def test_readers_of_the_old_file_never_see_a_part_of_the_new_one(path: Path) -> 
 def test_N01_failures_name_the_path_and_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "directory").mkdir()
-    for target in (tmp_path / "file" / "subnet.env", tmp_path / "file" / "sub" / "subnet.env", tmp_path / "directory"):
+    read_only = Path("/proc/flannel/subnet.env")
+    below_a_file = tmp_path / "file" / "subnet.env", tmp_path / "file" / "sub" / "subnet.env"
+    for target in (*below_a_file, tmp_path / "directory", read_only):
         with pytest.raises(EnvFileError, match=f"^cannot write {target}: [A-Z]"):
             write(target, TEXT)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]

@@ -199,6 +199,20 @@ def test_S09_K14_overwrites_are_followed_and_left_alone(node: Node, caplog: pyte
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def test_S09_overwrite_set_beforehand_outlasts_restarts(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    key = PREFIX + "public-ip-overwrite"
+    node.api.change("n1", {key: "203.0.113.5", PREFIX + "public-ip": "192.0.2.1"})
+    for _ in range(2):
+        again = Node()
+        again.api.nodes = node.api.nodes
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            ready(again)
+        assert (again.told()["public-ip"], again.told()["public-ip-overwrite"]) == ("203.0.113.5", "203.0.113.5")
+        assert not [patch for patch in again.store.patches if key in json.dumps(patch)]
+        assert "public-ip-overwrite: 203.0.113.5 is published instead of 192.0.2.1" in caplog.text
+
+
 def test_overwrites_that_are_no_address_are_named_and_ignored(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node.api.change("n1", {PREFIX + "public-ip-overwrite": "gateway"})
     ready(node)

@@ -152,6 +152,13 @@ class KubeApi:
                 node["spec"] = {"podCIDR": cidrs[0], "podCIDRs": cidrs} if cidrs else {}
             self._update(node)
 
+    def patch_spec(self, name: str, spec: Object) -> None:
+        """Set members of the node's spec."""
+        with self._news:
+            node = copy.deepcopy(self.nodes[name])
+            node["spec"] |= spec
+            self._update(node)
+
     def delete(self, name: str) -> None:
         with self._news:
             node = copy.deepcopy(self.nodes.pop(name))

@@ -183,6 +183,17 @@ def test_C05_exhausted_pool_is_waited_for(make_network: Callable[..., Network]) 
     network.settled(5)
 
 
+def test_N01_file_that_cannot_be_written_is_told_and_waited_for(network: Network, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.write_text("")
+    host = network.host(*WAITS, f"--subnet-file={directory}/subnet.env")
+    host.daemon.start()
+    tells_why_it_waits(host, f"{directory}/subnet.env", "Not a directory")
+    directory.unlink()
+    host.daemon.wait_ready(20)
+    assert "FLANNEL_SUBNET=10.5." in (directory / "subnet.env").read_text()
+
+
 @pytest.mark.parametrize(("bridge", "address"), [("docker0", "10.5.27.1/24"), ("cni0", "10.5.9.1/24")])
 def test_N05_N06_bridge_of_an_earlier_lease_is_told_until_it_is_gone(
     make_network: Callable[..., Network], bridge: str, address: str
