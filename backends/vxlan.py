@@ -82,6 +82,7 @@ class VxlanBackend:
         for family in setting.config.families:
             if setting.interface.local(family) is None:
                 raise ConfigError(f"{setting.interface.name} has no IPv{family} address, which the config enables")
+            _refuse_overlap(setting, family)
         wish, underlay = self._options.mtu_bytes, setting.interface.mtu_bytes
         if wish > underlay:
             log.warning("Backend.MTU %d is more than %s carries; %d is used", wish, setting.interface.name, underlay)
@@ -192,6 +193,17 @@ class VxlanBackend:
             frozenset(routes),
             tuple(problems),
         )
+
+
+def _refuse_overlap(setting: Setting, family: Family) -> None:
+    """IPv6 only: the kernel takes no on-link gateway that it finds behind another device."""
+    pool = setting.config.pool(family)
+    for prefix in setting.interface.prefixes:
+        if family == 6 and pool is not None and prefix.version == 6 and prefix.overlaps(pool.network):
+            raise ConfigError(
+                f"IPv6Network {pool.network} overlaps {prefix} of {setting.interface.name}: "
+                "the kernel would take no route into the tunnel"
+            )
 
 
 def _tunnel_route(device: str, subnet: IPNetwork) -> Route:

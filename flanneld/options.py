@@ -223,7 +223,7 @@ class Options:
         "ip-masq-exclude",
         "",
         _RULES,
-        "destination network that pods reach with their own address",
+        "destination network that pods reach with their own address; 0.0.0.0/0 or ::/0 for a whole family",
         read=flagvalues.network,
         repeatable=True,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
 from typing import Any
 
-from flanneld.traffic.rules import KUBE_PROXY_MARK, MULTICAST, Pair, Rule, TrafficPolicy
+from flanneld.traffic.rules import KUBE_PROXY_MARK, MULTICAST, Pair, Rule, TrafficPolicy, exempt
 from subnet.errors import RuleError
 from subnet.model import Family, IPNetwork
 
@@ -99,9 +99,8 @@ def _masquerade(policy: TrafficPolicy, pair: Pair, family: Family) -> Iterator[R
     yield Rule("RETURN", source=subnet, destination=network)
     yield Rule("RETURN", source=network, destination=subnet)
     yield Rule("RETURN", source=subnet, source_inverted=True, destination=network)
-    for excluded in policy.masq_exclude:
-        if excluded.version == family:
-            yield Rule("RETURN", source=network, destination=excluded)
+    for excluded in exempt(policy, family):
+        yield Rule("RETURN", source=network, destination=excluded)
     yield Rule(
         "MASQUERADE", source=network, destination=MULTICAST[family], destination_inverted=True, random_fully=fully
     )

@@ -120,16 +120,20 @@ def decide(policy: TrafficPolicy, family: Family) -> tuple[RuleSet, ...]:
     )
 
 
+def exempt(policy: TrafficPolicy, family: Family) -> tuple[IPNetwork | None, ...]:
+    """Return the destinations not to masquerade, None for all of them: neither tool prints a match of everything."""
+    return tuple(x if x.prefixlen else None for x in policy.masq_exclude if x.version == family)
+
+
 def _masquerade(policy: TrafficPolicy, pair: Pair, family: Family) -> tuple[Rule, ...]:
     network, subnet, comment = pair.network, pair.subnet, MASQ_COMMENT
-    excluded = [x for x in policy.masq_exclude if x.version == family]
     fully = policy.random_fully
     return (
         Rule("RETURN", mark=KUBE_PROXY_MARK, comment=comment),
         Rule("RETURN", source=subnet, destination=network, comment=comment),
         Rule("RETURN", source=network, destination=subnet, comment=comment),
         Rule("RETURN", source=network, source_inverted=True, destination=subnet, comment=comment),
-        *(Rule("RETURN", source=network, destination=x, comment=comment) for x in excluded),
+        *(Rule("RETURN", source=network, destination=x, comment=comment) for x in exempt(policy, family)),
         Rule(
             "MASQUERADE",
             source=network,

@@ -304,7 +304,7 @@ def test_lease_events_cost_no_observation(tmp_path: Path) -> None:
     assert node.kernel.observations == before
 
 
-def test_E03_second_list_does_not_remove_the_own_subnet(tmp_path: Path) -> None:
+def test_E03_H01_a_list_with_the_own_lease_neither_removes_it_nor_routes_to_it(tmp_path: Path) -> None:
     node = Node(tmp_path).started(_peer(2))
     mine = Lease(OWN, node.manager.requests[-1].attrs, "/n/subnets/own", 7, 6)
     for revision in (8, 9):
@@ -526,6 +526,19 @@ def test_idle_loop_sleeps_long(tmp_path: Path) -> None:
     node.script.sleeps.clear()
     node.play()
     assert node.script.sleeps[-1] == pytest.approx(5.0)
+
+
+def test_H05_routes_of_dead_leases_go_and_that_of_the_subnet_which_is_ours_now(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), _peer(3), _peer(4))
+    node.kernel.state = replace(
+        node.kernel.state,
+        routes=node.kernel.state.routes | {Route(ip_network("172.16.9.0/24"), "eth0", ip_address("192.0.2.254"))},
+    )
+    again = Node(tmp_path, node.kernel)
+    mine = Subnets(ip_network("10.5.4.0/24"))  # type: ignore[arg-type]
+    again.started(_peer(3), own=mine)
+    assert again.routes == {"10.5.3.0/24", "172.16.9.0/24"}
+    assert len(again.kernel.state.fdb) == len(again.kernel.state.neighbours) == 1
 
 
 DIRECT = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}'

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from ipaddress import ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.traffic.render import is_catch_all, parse_rule, parse_save, restore_text, rule_text, target_of
-from flanneld.traffic.rules import Pair, Rule, RuleSet, TrafficPolicy, decide
+from flanneld.traffic.rules import Pair, Rule, RuleSet, TrafficPolicy, decide, exempt
 from subnet.errors import RuleError
 from subnet.model import Family
 
@@ -204,3 +204,10 @@ def test_a_table_that_iptables_cannot_show_is_an_error() -> None:
 
 def test_no_plan_is_no_text() -> None:
     assert restore_text(()) == ""
+
+
+def test_I08_an_exemption_of_everything_is_a_rule_without_destination() -> None:
+    everything = (IPv4Network("0.0.0.0/0"), IPv6Network("::/0"), IPv4Network("10.8.0.0/16"))
+    policy = TrafficPolicy(masquerade=True, masq_exclude=everything)
+    assert exempt(policy, 4) == (None, IPv4Network("10.8.0.0/16"))
+    assert exempt(policy, 6) == (None,)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 from typing import Any
 
@@ -64,13 +65,19 @@ def test_device_of_the_documented_example() -> None:
     assert (spec.tunnel.local, spec.tunnel.lower_index, spec.tunnel.learning, spec.tunnel.gbp) == (V4, 2, False, False)
 
 
-def test_a_device_per_family_and_the_mtu_that_fits_both() -> None:
+def test_I06_a_device_per_family_and_the_mtu_that_fits_both() -> None:
     backend = _backend(extra=DUAL)
     v4, v6 = backend.links({"flannel-v6.1": "02:00:00:00:00:99"}, binding=True)
     assert (v4.name, v4.mtu_bytes, v4.mac) == ("flannel.1", 1450, "")
     assert isinstance(v6.tunnel, Vxlan)
     assert (v6.name, v6.mtu_bytes, v6.mac, v6.tunnel.local) == ("flannel-v6.1", 1430, "02:00:00:00:00:99", V6)
     assert backend.mtu_bytes() == 1430
+
+
+def test_I05_ipv6_network_inside_the_underlays_is_refused_with_both_named() -> None:
+    inside = replace(ETH0, prefixes=frozenset({ip_network("fd05::/32"), ip_network("fe80::/64")}))
+    with pytest.raises(ConfigError, match=r"fd05::/48.*fd05::/32.*eth0"):
+        load_backend(_setting(extra=DUAL, interface=inside))
 
 
 def test_V18_source_is_the_interfaces_address_even_behind_nat() -> None:

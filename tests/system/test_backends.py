@@ -130,6 +130,13 @@ def test_the_way_of_each_packet_is_that_of_the_backend(segments: Segments) -> No
             assert routes == {near: f"via {public} dev eth0"}
 
 
+def test_I01_a_family_that_is_off_is_not_named(segments: Segments) -> None:
+    families = {address.version for address in segments.first.addresses}
+    env = segments.first.subnet_env()
+    assert ("FLANNEL_SUBNET" in env, "FLANNEL_IPV6_SUBNET" in env) == (4 in families, 6 in families)
+    assert ("FLANNEL_NETWORK" in env, "FLANNEL_IPV6_NETWORK" in env) == (4 in families, 6 in families)
+
+
 def test_H04_a_peer_behind_a_router_is_named_and_holds_up_nobody(segments: Segments) -> None:
     if segments.config["Backend"] != HOST_GW:
         pytest.skip("only host-gw needs a shared segment")
@@ -188,7 +195,7 @@ DAMAGE: dict[str, Damage] = {
     "neighbours flushed": lambda s: _each_tunnel(s, "ip neigh flush dev {device} nud permanent"),
     "routes deleted": _flush_routes,
     "conflicting routes": _conflicting_routes,
-    "underlay down and up": _bounce_underlay,
+    "V08-H06-underlay down and up": _bounce_underlay,
 }
 
 
