@@ -18,10 +18,10 @@ def describe() -> str:
     return f"{model}, {os.cpu_count()} cores, Linux {kernel}, CPython {python}"
 
 
-def rss_mib(pid: int) -> float:
-    """Return the resident memory of a process in MiB (VmRSS, proc(5))."""
+def rss_mib(pid: int, field: str = "VmRSS") -> float:
+    """Return the resident memory of a process in MiB; ``VmHWM`` is the greatest so far (proc(5))."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
     raise ProcessLookupError(f"process {pid} has no memory: it has ended")
 

@@ -1,0 +1,1 @@
+"""What Kubernetes mode and the CNI plugin cost."""
