@@ -134,6 +134,8 @@ class Owner:
     def _go_round(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.exit_code:
             self._round()
+            if self.exit_code:
+                return
             limit = self._plan.startup_timeout_s
             if limit and not self._was_ready and self._clock.now() - self._began >= limit:
                 log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
