@@ -132,7 +132,7 @@ class Owner:
             self._carrying.close()
 
     def _go_round(self, stop: threading.Event) -> None:
-        while not stop.is_set() and not self.exit_code:
+        while not stop.is_set():
             self._round()
             if self.exit_code:
                 return

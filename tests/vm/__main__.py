@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ def selected() -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Return pytest's exit status in the guest, 1 if it never got that far."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinding ends the machine, too
     try:
         kernel = find_kernel()
         compile_sources()
