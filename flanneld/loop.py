@@ -277,6 +277,7 @@ class Owner:
         if self._recheck_at is not None and now >= self._recheck_at:
             self._recheck_at = None
             self._reconciler.doubt()
+        self._peering.part()
         if self._retry_at is not None and now < self._retry_at:
             return
         self._retry_at = None
@@ -495,6 +496,8 @@ class Owner:
         ends = [now + TICK_S, self._next_resync]
         if self._retry_at is not None:
             ends.append(self._retry_at)
+        if self._peering.parts_at is not None:
+            ends.append(self._peering.parts_at)
         if self._underlay.settled_at is not None and self._underlay.settled_at > now:
             ends.append(self._underlay.settled_at)
         if not self._health.ready and now < self._waiting_since + NEWS_S:

@@ -16,6 +16,7 @@ from subnet.errors import KernelError
 from subnet.leaseset import LeaseSet, checks_for
 from subnet.manager import LeasesChanged, LeasesListed
 from subnet.model import FAMILIES, IPAddress, Lease, Subnets
+from subnet.parting import Parting
 from subnet.peers import PeerSet
 from subnet.report import Reporter
 
@@ -26,12 +27,13 @@ class Peering:
     """Leases in, one table of wanted entries out."""
 
     def __init__(self, kernel: Kernel, clock: Clock, *, blackhole_own: bool = False) -> None:
-        self._kernel, self._blackhole_own = kernel, blackhole_own
+        self._kernel, self._clock, self._blackhole_own = kernel, clock, blackhole_own
         self._reporter = Reporter(log, clock, again_s=600)
         self.leases = LeaseSet()
         self.moved = True
         """Whether something changed since the table was last asked for."""
         self._peers = PeerSet((), None)
+        self._parting = Parting()
         self._pending: dict[Subnets, Lease | None] = {}
         """Changes of peers that the table has not got yet."""
         self._table: WantedTable | None = None
@@ -43,19 +45,36 @@ class Peering:
     def listed(self, event: LeasesListed) -> None:
         """Take over a full list."""
         self.leases.listed(event)
-        self._peers.load(self.leases.all())
+        self._load()
         self.moved = True
 
     def changed(self, event: LeasesChanged) -> None:
-        """Take over changes."""
+        """Take over changes. A peer whose lease has gone stays for a moment: see ``part``."""
         if not self.leases.changed(event):
             return
         for change in event.changes:
             if isinstance(change, Lease):
+                for replaced in self._parting.came(change):
+                    self._peers.remove(replaced)
                 self._peers.put(change)
-            else:
-                self._peers.remove(change)
-        self.moved = True
+                self.moved = True
+            elif (gone := self._peers.lease(change)) is not None:
+                self._parting.begin(gone, self._clock.now())
+
+    def part(self) -> None:
+        """Let go the peers whose lease has not come back; to be called again at ``parts_at``."""
+        for subnets in self._parting.over(self._clock.now()):
+            self._peers.remove(subnets)
+            self.moved = True
+
+    @property
+    def parts_at(self) -> float | None:
+        """When ``part`` has something to do, by the clock."""
+        return self._parting.next_at
+
+    def _load(self) -> None:
+        self._parting.clear()
+        self._peers.load(self.leases.all())
 
     def ways_changed(self) -> None:
         """The host's routes changed: whether a peer is reached directly is to be decided anew."""
@@ -92,7 +111,7 @@ class Peering:
             underlay = interface.prefixes | {ip_network(address) for address in local}
             self._on_link.clear()
             self._peers = PeerSet(checks_for(setting.config, own, announced, underlay), own)
-            self._peers.load(self.leases.all())
+            self._load()
             # Leases remembered from an earlier run only fill gaps: what the kernel holds may be newer.
             base = replace(backend.desired(own, (), lambda _: False), additive=not self.leases.complete)
             if self._blackhole_own:

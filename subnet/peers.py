@@ -101,6 +101,10 @@ class PeerSet:
             blocks.load(everyone)
             self._judge(checks, everyone)
 
+    def lease(self, subnets: Subnets) -> Lease | None:
+        """Return the lease of these subnets, whether a peer's or not; None if there is none but our own."""
+        return self._leases.get(subnets)
+
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace the one of the same subnets."""
         if lease.subnets == self._own:

@@ -299,7 +299,7 @@ def test_V16_underlay_mtu_is_followed(tmp_path: Path) -> None:
 def test_lease_events_cost_no_observation(tmp_path: Path) -> None:
     node = Node(tmp_path).started(_peer(2))
     before = node.kernel.observations
-    node.play(LeasesChanged((_peer(3, revision=6), _peer(4, revision=7)), 7), LeasesChanged((_peer(2).subnets,), 8))
+    node.play(LeasesChanged((_peer(3, revision=6), _peer(4, revision=7)), 7), LeasesChanged((_peer(2).subnets,), 8), 1.0)
     assert node.routes == {"10.5.3.0/24", "10.5.4.0/24"}
     assert node.kernel.observations == before
 
@@ -603,6 +603,34 @@ def test_lost_address_that_does_not_come_back_is_waited_for_without_spinning(tmp
     node.play(node.kernel_says(Overflow()), 0.0, 0.0)
     assert min(node.script.sleeps[1:]) > 0.05
     assert node.routes == {"10.5.2.0/24"}
+
+
+def test_E08_a_peer_outlives_its_lease_for_a_moment(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), _peer(3))
+    before = node.kernel.state
+    gone = LeasesChanged((_peer(2).subnets, _peer(3).subnets), 6)
+    node.play(gone, 0.4)
+    assert node.kernel.state == before
+    assert node.script.sleeps[-1] == pytest.approx(0.1)
+    node.play(LeasesChanged((_peer(2, revision=7),), 7), 0.2)
+    assert node.routes == {"10.5.2.0/24"}
+    assert node.kernel.state.neighbours < before.neighbours
+    node.play(3.0)
+    assert node.routes == {"10.5.2.0/24"}
+
+
+def test_another_subnet_of_the_same_node_replaces_the_old_one_at_once(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2))
+    moved = replace(_peer(9, revision=7), attrs=_peer(2).attrs)
+    node.play(LeasesChanged((_peer(2).subnets, moved), 7))
+    assert node.routes == {"10.5.9.0/24"}
+    assert {n.mac for n in node.kernel.state.neighbours} == {_mac(_peer(2))}
+
+
+def test_a_list_ends_every_grace(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), _peer(3))
+    node.play(LeasesChanged((_peer(2).subnets,), 6), LeasesListed((_peer(3),), 7))
+    assert node.routes == {"10.5.3.0/24"}
 
 
 def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:

@@ -66,14 +66,14 @@ def test_E01_E03_two_compactions_while_cut_off(network: Network) -> None:
     assert removed == []
 
 
-def test_E04_etcd_down_for_a_while(network: Network, site: Site) -> None:
+def test_E04_etcd_down_for_a_minute(network: Network, site: Site) -> None:
     a, b = network.cluster(2)
     cpu_before, started = [cpu_s(h.daemon) for h in (a, b)], [lines(h) for h in (a, b)]
     with lossless((a, b), (b, a)):
         site.lab.etcd.stop()
         try:
             settle("STATUS", lacks(lambda: a.daemon.notify.status, "subnet ", "192.0.2.254:2379"), 10)
-            time.sleep(15)
+            time.sleep(60)
             cpu = [cpu_s(h.daemon) - before for h, before in zip((a, b), cpu_before, strict=True)]
             logged = [log_from(h, first) for h, first in zip((a, b), started, strict=True)]
         finally:
@@ -159,8 +159,7 @@ def test_E08_own_key_deleted_by_hand(network: Network) -> None:
     a, b = network.cluster(2)
     key = network.key(a)
     value, granted = network.etcd.get(key), 86400
-    # The peer drops what is not leased until the key is back: only this direction can be without loss.
-    with lossless((a, b)):
+    with lossless((a, b), (b, a)):
         network.etcd.delete(key)
         settle("key", lambda: "" if network.etcd.get(key) == value else "missing", 5)
         assert granted - 60 <= network.etcd.ttl_s(key) <= granted
