@@ -46,7 +46,7 @@ def lease(number: int, kind: str = "") -> Lease:
     return Lease(Subnets(IPv4Network(f"10.5.{number}.0/24")), attrs, f"10.5.{number}.0-24", revision=number)
 
 
-def test_a_config_without_backend_gets_udp() -> None:
+def test_C08_a_config_without_backend_gets_udp() -> None:
     config = parse_network_config(f'{{"Network":"{NETWORK}"}}', "test")
     made = load_backend(Setting(config, setting().interface, frozenset({NETWORK})))
     assert isinstance(made, UdpBackend)

@@ -55,7 +55,7 @@ def transfer(source: Host, target: Host, size: int) -> None:
     stream(server, client, (target.pod.address(), 5001), size)
 
 
-def test_hosts_hold_a_tun_each_and_reach_each_other_with_full_packets(lab: Lab) -> None:
+def test_C08_a_config_without_backend_gives_tuns_and_full_packets(lab: Lab) -> None:
     answers(lab)
     for host in lab.hosts:
         base = host.subnet_env()["FLANNEL_SUBNET"].replace(".1/24", ".0/32")
