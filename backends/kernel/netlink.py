@@ -8,14 +8,15 @@ batches over a socket of its own.
 from __future__ import annotations
 
 import errno
-import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address, ip_interface, ip_network
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import pyroute2
 from pyroute2.netlink.exceptions import NetlinkError
@@ -32,16 +33,11 @@ from backends.dataplane.model import (
 )
 from backends.dataplane.ports import Failure
 from backends.kernel import ethtool, rtnl, tunnels
+from backends.kernel.sockets import BATCH, NetlinkSocket, Refusal, kernel_error
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
 _T = TypeVar("_T")
-
-SOL_NETLINK = 270
-NETLINK_CAP_ACK, NETLINK_EXT_ACK, NETLINK_GET_STRICT_CHK = 10, 11, 12
-RECEIVE_BYTES = 1 << 20
-BATCH = 128
-"""Messages per send. Each acknowledgement takes 832 bytes of a receive buffer of 212,992 by default."""
 
 GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
 IFF_UP, IFF_LOOPBACK, IFF_POINTOPOINT = 0x1, 0x8, 0x10
@@ -49,12 +45,16 @@ IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20
 SCOPES = {0: "global", 200: "site", 253: "link", 254: "host"}
 
 
+Send: TypeAlias = Callable[[Sequence[tuple[Change, int]]], list[Refusal]]
+"""Makes a batch of changes, each with its device's index."""
+
+
 class NetlinkKernel:
     """Adapter of the ``Kernel`` protocol. Belongs to the thread that makes it."""
 
     def __init__(self) -> None:
         self._ipr = pyroute2.IPRoute()
-        self._bulk = _BulkSocket()
+        self._bulk = NetlinkSocket(socket.NETLINK_ROUTE)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -111,36 +111,48 @@ class NetlinkKernel:
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         """Make the changes in order; a refused one does not stop the others."""
         failures: list[Failure] = []
-        batch: list[Change] = []
-        for change in changes:
-            if isinstance(change.target, Address):
-                failures += self._send(batch)
-                batch = []
-                failures += self._change_address(change, change.target)
+        for send, group in groupby(changes, key=self._sender):
+            if send is None:
+                for change in group:
+                    failures += self._change_address(change)
             else:
-                batch.append(change)
-        return failures + self._send(batch)
+                failures += self._send(list(group), send)
+        return failures
 
-    def _send(self, changes: Sequence[Change]) -> list[Failure]:
+    def _sender(self, change: Change) -> Send | None:
+        """Return what sends such changes in batches, None for addresses, which go one by one."""
+        match change.target:
+            case Address():
+                return None
+            case _:
+                return self._send_bulk
+
+    def _send(self, changes: Sequence[Change], send: Send) -> list[Failure]:
         failures: list[Failure] = []
-        indexes = {name: index for index, name in _names().items()} if changes else {}
+        indexes = {name: index for index, name in _names().items()}
         for start in range(0, len(changes), BATCH):
-            batch, requests = [], []
+            requests: list[tuple[Change, int]] = []
             for change in changes[start : start + BATCH]:
                 device = change.target.device
                 if device and device not in indexes:
                     if change.verb == "put":
-                        failures.append(Failure(change, _error("put", change.target, errno.ENODEV)))
+                        failures.append(Failure(change, kernel_error("put", change.target, errno.ENODEV)))
                     continue
-                batch.append(change)
                 requests.append((change, indexes.get(device, 0)))
-            for change, code, text in self._bulk.request(requests):
+            for position, code, text in send(requests):
+                change, _ = requests[position]
                 if change.verb == "delete" and code in GONE:
                     continue
-                failures.append(Failure(change, _error(change.verb, change.target, code, text)))
+                failures.append(Failure(change, kernel_error(change.verb, change.target, code, text)))
         return failures
 
-    def _change_address(self, change: Change, address: Address) -> list[Failure]:
+    def _send_bulk(self, requests: Sequence[tuple[Change, int]]) -> list[Refusal]:
+        return self._bulk.request([partial(rtnl.encode, change, index) for change, index in requests])
+
+    def _change_address(self, change: Change) -> list[Failure]:
+        address = change.target
+        if not isinstance(address, Address):
+            raise TypeError(f"{address} is no address")
         verb = "add" if change.verb == "put" else "del"
         try:
             self._call(
@@ -162,7 +174,7 @@ class NetlinkKernel:
         """Return the route a packet to ``target`` takes (RTM_GETROUTE), with its source address."""
         found = self._call("look up route to", target, lambda: list(self._ipr.route("get", dst=str(target))))
         if not found:
-            raise _error("look up route to", target, errno.ENETUNREACH)
+            raise kernel_error("look up route to", target, errno.ENETUNREACH)
         message = found[0]
         source, gateway = message.get_attr("RTA_PREFSRC"), message.get_attr("RTA_GATEWAY")
         return Route(
@@ -227,113 +239,28 @@ class NetlinkKernel:
         try:
             Path("/proc/sys", key).write_text(value)
         except OSError as cause:
-            raise _error("write", f"/proc/sys/{key}", cause.errno or 0) from cause
+            raise kernel_error("write", f"/proc/sys/{key}", cause.errno or 0) from cause
 
     def set_tx_checksum(self, name: str, enabled: bool) -> bool:
         """Switch transmit checksum offload (ethtool(8)); return the effective value."""
         try:
             return ethtool.set_tx_checksum(name, enabled)
         except OSError as cause:
-            raise _error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
+            raise kernel_error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
 
     def _index(self, name: str) -> int:
         try:
             return socket.if_nametoindex(name)
         except OSError as cause:
-            raise _error("find device", name, errno.ENODEV) from cause
+            raise kernel_error("find device", name, errno.ENODEV) from cause
 
     def _call(self, operation: str, target: object, body: Callable[[], _T]) -> _T:
         try:
             return body()
         except NetlinkError as cause:
-            raise _error(operation, target, int(cause.code), _kernel_words(cause)) from cause
+            raise kernel_error(operation, target, int(cause.code), _kernel_words(cause)) from cause
         except OSError as cause:
-            raise _error(operation, target, cause.errno or 0) from cause
-
-
-class _BulkSocket:
-    """A netlink socket for batches: errors come back per message, by sequence number."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
-        # Missing on old kernels: then errors carry no text, and dumps are filtered here.
-        for option in (NETLINK_CAP_ACK, NETLINK_EXT_ACK, NETLINK_GET_STRICT_CHK):
-            with suppress(OSError):
-                self._socket.setsockopt(SOL_NETLINK, option, 1)
-        self._socket.bind((0, 0))
-        self._socket.settimeout(10)
-        self.port_id: int = self._socket.getsockname()[0]
-        self._sequence = 0
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def request(self, changes: Sequence[tuple[Change, int]]) -> list[tuple[Change, int, str]]:
-        """Send the changes as one datagram; return those refused with errno and the kernel's words."""
-        if not changes:
-            return []
-        pending: dict[int, Change] = {}
-        parts: list[bytes] = []
-        for change, index in changes:
-            self._sequence = self._sequence % 0x7FFFFFFF + 1
-            pending[self._sequence] = change
-            parts.append(rtnl.encode(change, index, self._sequence))
-        refused: list[tuple[Change, int, str]] = []
-        try:
-            self._socket.sendto(b"".join(parts), (0, 0))
-            while pending:
-                buffer = self._socket.recv(RECEIVE_BYTES)
-                for header in rtnl.messages(buffer):
-                    change_seen = pending.pop(header.sequence, None)
-                    if change_seen is None or header.kind != rtnl.NLMSG_ERROR:
-                        continue
-                    code, text = rtnl.decode_error(buffer, header)
-                    if code:
-                        refused.append((change_seen, code, text))
-        except OSError as cause:
-            # Acknowledgements were lost: the caller observes again, so calling all of them refused is safe.
-            refused += [(change, cause.errno or errno.ETIMEDOUT, "no acknowledgement") for change in pending.values()]
-        return refused
-
-    def dump(self, request: bytes, what: str) -> Iterator[tuple[bytes, rtnl.Header]]:
-        """Yield the messages of a dump; an interrupted dump is begun anew, at most five times."""
-        for _ in range(5):
-            found, whole = self._dump_once(request, what)
-            if whole:
-                break
-        return iter(found)
-
-    def _dump_once(self, request: bytes, what: str) -> tuple[list[tuple[bytes, rtnl.Header]], bool]:
-        self._sequence = self._sequence % 0x7FFFFFFF + 1
-        found: list[tuple[bytes, rtnl.Header]] = []
-        whole = True
-        try:
-            self._socket.sendto(rtnl.with_sequence(request, self._sequence), (0, 0))
-            while True:
-                buffer = self._socket.recv(RECEIVE_BYTES)
-                for header in rtnl.messages(buffer):
-                    if header.sequence != self._sequence:
-                        continue
-                    whole = whole and not header.flags & rtnl.NLM_F_DUMP_INTR
-                    if header.kind == rtnl.NLMSG_ERROR:
-                        code, text = rtnl.decode_error(buffer, header)
-                        if code in ABSENT:
-                            return [], True
-                        raise _error("read", what, code, text)
-                    if header.kind == rtnl.NLMSG_DONE:
-                        return found, whole
-                    found.append((buffer, header))
-        except OSError as cause:
-            raise _error("read", what, cause.errno or errno.ETIMEDOUT) from cause
-
-
-ABSENT = frozenset({errno.ENOENT, errno.EAFNOSUPPORT, errno.EOPNOTSUPP})
-"""Answers of a kernel that has no such table, or no such address family: nothing is there."""
-
-
-def _error(operation: str, target: object, code: int, text: str = "") -> KernelError:
-    reason = os.strerror(code).lower() if code else "failed"
-    return KernelError(operation, target, code, f"{reason} ({text})" if text else reason)
+            raise kernel_error(operation, target, cause.errno or 0) from cause
 
 
 def _kernel_words(cause: NetlinkError) -> str:

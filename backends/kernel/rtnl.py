@@ -73,7 +73,8 @@ _I32 = struct.Struct("=i")
 _ATTRIBUTE_TYPE_MASK = 0x3FFF  # NLA_F_NESTED and NLA_F_NET_BYTEORDER are flags in the same field
 
 
-def _attribute(kind: int, value: bytes) -> bytes:
+def attribute(kind: int, value: bytes) -> bytes:
+    """Return one attribute, padded."""
     length = _ATTRIBUTE.size + len(value)
     return _ATTRIBUTE.pack(length, kind) + value + b"\0" * (-length % 4)
 
@@ -100,16 +101,16 @@ def _neighbour_body(index: int, entry: Neighbour) -> bytes:
     family = ADDRESS_FAMILY[4 if entry.address.version == 4 else 6]
     return (
         _NDMSG.pack(family, 0, 0, index, NUD_PERMANENT, 0, ARPHRD_ETHER)
-        + _attribute(NDA_DST, entry.address.packed)
-        + _attribute(NDA_LLADDR, _mac_bytes(entry.mac))
+        + attribute(NDA_DST, entry.address.packed)
+        + attribute(NDA_LLADDR, _mac_bytes(entry.mac))
     )
 
 
 def _fdb_body(index: int, entry: FdbEntry) -> bytes:
     return (
         _NDMSG.pack(AF_BRIDGE, 0, 0, index, NUD_PERMANENT, NTF_SELF, 0)
-        + _attribute(NDA_DST, entry.remote.packed)
-        + _attribute(NDA_LLADDR, _mac_bytes(entry.mac))
+        + attribute(NDA_DST, entry.remote.packed)
+        + attribute(NDA_LLADDR, _mac_bytes(entry.mac))
     )
 
 
@@ -125,18 +126,18 @@ def _route_body(index: int, route: Route, scope: int) -> bytes:
         scope,
         ROUTE_TYPE_NUMBERS[route.type],
         flags,
-    ) + _attribute(RTA_DST, route.destination.network_address.packed)
+    ) + attribute(RTA_DST, route.destination.network_address.packed)
     if route.gateway is not None:
-        body += _attribute(RTA_GATEWAY, route.gateway.packed)
+        body += attribute(RTA_GATEWAY, route.gateway.packed)
     if index:
-        body += _attribute(RTA_OIF, _U32.pack(index))
+        body += attribute(RTA_OIF, _U32.pack(index))
     if route.metric is not None:
-        body += _attribute(RTA_PRIORITY, _U32.pack(route.metric))
+        body += attribute(RTA_PRIORITY, _U32.pack(route.metric))
     if route.encap is not None:
-        header = _attribute(LWTUNNEL_IP6_DST, route.encap.destination.packed)
-        header += _attribute(LWTUNNEL_IP6_SRC, route.encap.source.packed)
-        body += _attribute(RTA_ENCAP | NLA_F_NESTED, header)
-        body += _attribute(RTA_ENCAP_TYPE, _U16.pack(LWTUNNEL_ENCAP_IP6))
+        header = attribute(LWTUNNEL_IP6_DST, route.encap.destination.packed)
+        header += attribute(LWTUNNEL_IP6_SRC, route.encap.source.packed)
+        body += attribute(RTA_ENCAP | NLA_F_NESTED, header)
+        body += attribute(RTA_ENCAP_TYPE, _U16.pack(LWTUNNEL_ENCAP_IP6))
     return body
 
 
@@ -159,7 +160,7 @@ def encode(change: Change, index: int, sequence: int) -> bytes:
 
 def dump_neighbours(family: Family, index: int, sequence: int = 0) -> bytes:
     """Ask for one device's neighbours; needs strict checking to be filtered by the kernel."""
-    body = _NDMSG.pack(ADDRESS_FAMILY[family], 0, 0, 0, 0, 0, 0) + _attribute(NDA_IFINDEX, _U32.pack(index))
+    body = _NDMSG.pack(ADDRESS_FAMILY[family], 0, 0, 0, 0, 0, 0) + attribute(NDA_IFINDEX, _U32.pack(index))
     return message(RTM_GETNEIGH, DUMP_FLAGS, sequence, body)
 
 
@@ -197,7 +198,8 @@ def messages(buffer: bytes) -> Iterator[Header]:
         offset += (length + 3) & ~3
 
 
-def _attributes(buffer: bytes, start: int, end: int) -> dict[int, bytes]:
+def attributes(buffer: bytes, start: int, end: int) -> dict[int, bytes]:
+    """Return the attributes in a part of a buffer by type, without the flags that types carry."""
     found: dict[int, bytes] = {}
     while start + _ATTRIBUTE.size <= end:
         length, kind = _ATTRIBUTE.unpack_from(buffer, start)
@@ -213,7 +215,7 @@ def decode_error(buffer: bytes, header: Header) -> tuple[int, str]:
     (code,) = _I32.unpack_from(buffer, header.start)
     text = ""
     if header.flags & NLM_F_ACK_TLVS:
-        said = _attributes(buffer, header.start + _I32.size + _HEADER.size, header.end).get(NLMSGERR_ATTR_MSG)
+        said = attributes(buffer, header.start + _I32.size + _HEADER.size, header.end).get(NLMSGERR_ATTR_MSG)
         text = said.rstrip(b"\0").decode(errors="replace") if said else ""
     return -code, text
 
@@ -225,7 +227,7 @@ def _address(raw: bytes) -> IPAddress:
 def decode_neighbour(buffer: bytes, header: Header) -> tuple[int, Neighbour | FdbEntry, bool] | None:
     """Return device index, entry and whether it is permanent; None for what is no unicast entry of a tunnel."""
     family, _, _, index, state, _, _ = _NDMSG.unpack_from(buffer, header.start)
-    found = _attributes(buffer, header.start + _NDMSG.size, header.end)
+    found = attributes(buffer, header.start + _NDMSG.size, header.end)
     raw_mac, raw_address = found.get(NDA_LLADDR, b""), found.get(NDA_DST)
     if raw_address is None:
         return None
@@ -243,7 +245,7 @@ def _decode_encap(found: Mapping[int, bytes]) -> Encap | None:
     """Return the outer IPv6 header that a route gives its packets, None for none and for other kinds."""
     if RTA_ENCAP not in found or _U16.unpack(found.get(RTA_ENCAP_TYPE, b"\0\0"))[0] != LWTUNNEL_ENCAP_IP6:
         return None
-    header = _attributes(found[RTA_ENCAP], 0, len(found[RTA_ENCAP]))
+    header = attributes(found[RTA_ENCAP], 0, len(found[RTA_ENCAP]))
     unset = b"\0" * 16
     return Encap(IPv6Address(header.get(LWTUNNEL_IP6_SRC, unset)), IPv6Address(header.get(LWTUNNEL_IP6_DST, unset)))
 
@@ -256,7 +258,7 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
     family, length, _, _, table, protocol, _, kind, flags = _RTMSG.unpack_from(buffer, header.start)
     if family not in (AF_INET, AF_INET6) or kind not in ROUTE_TYPES or flags & RTM_F_CLONED:
         return None
-    found = _attributes(buffer, header.start + _RTMSG.size, header.end)
+    found = attributes(buffer, header.start + _RTMSG.size, header.end)
     if RTA_TABLE in found:
         (table,) = _U32.unpack(found[RTA_TABLE])
     index = _U32.unpack(found[RTA_OIF])[0] if RTA_OIF in found else 0
@@ -264,7 +266,7 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
     if RTA_MULTIPATH in found:
         hops = found[RTA_MULTIPATH]
         size, _, _, index = _RTNEXTHOP.unpack_from(hops)
-        found |= _attributes(hops, _RTNEXTHOP.size, size)
+        found |= attributes(hops, _RTNEXTHOP.size, size)
         name = "multipath"
     if table != RT_TABLE_MAIN or (name == "unicast" and not index):
         return None
@@ -291,7 +293,7 @@ def _decode_address(buffer: bytes, header: Header) -> tuple[int, Address] | None
     family, length, _, _, index = _IFADDRMSG.unpack_from(buffer, header.start)
     if family not in (AF_INET, AF_INET6):
         return None
-    found = _attributes(buffer, header.start + _IFADDRMSG.size, header.end)
+    found = attributes(buffer, header.start + _IFADDRMSG.size, header.end)
     raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS))
     return None if raw is None else (index, Address("", ip_interface((raw, length))))
 
@@ -302,7 +304,7 @@ def decode_event(buffer: bytes, header: Header) -> KernelEvent | None:
     found: tuple[int, KernelObject] | None = None
     if header.kind in (RTM_NEWLINK, RTM_DELLINK):
         _, _, _, index, _, _ = _IFINFOMSG.unpack_from(buffer, header.start)
-        name = _attributes(buffer, header.start + _IFINFOMSG.size, header.end).get(IFLA_IFNAME, b"")
+        name = attributes(buffer, header.start + _IFINFOMSG.size, header.end).get(IFLA_IFNAME, b"")
         return LinkSeen(name.rstrip(b"\0").decode(errors="replace"), index, gone)
     if header.kind in (RTM_NEWADDR, RTM_DELADDR):
         found = _decode_address(buffer, header)
