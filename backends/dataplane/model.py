@@ -195,7 +195,8 @@ class Encap:
 class Route:
     """A route of the main table. ``metric`` None: the kernel's default for the family.
 
-    One that discards packets has no device.
+    One that discards packets has no device. ``scope`` is how far the
+    destination is, in ip-route(8)'s words; IPv6 knows ``global`` only.
     """
 
     destination: IPNetwork
@@ -207,6 +208,7 @@ class Route:
     type: str = "unicast"
     source: IPAddress | None = None
     encap: Encap | None = None
+    scope: str = "global"
 
     @property
     def family(self) -> Family:

@@ -42,7 +42,6 @@ _T = TypeVar("_T")
 GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
 IFF_UP, IFF_LOOPBACK, IFF_POINTOPOINT = 0x1, 0x8, 0x10
 IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
-SCOPES = {0: "global", 200: "site", 253: "link", 254: "host"}
 
 
 Send: TypeAlias = Callable[[Sequence[tuple[Change, int]]], list[Refusal]]
@@ -297,7 +296,7 @@ def _parse_address(message: Any, names: dict[int, str]) -> Address | None:
     return Address(
         device=device,
         interface=ip_interface(f"{text}/{message['prefixlen']}"),
-        scope=SCOPES.get(message["scope"], "global"),
+        scope=rtnl.SCOPES.get(message["scope"], "global"),
         dynamic=not flags & IFA_F_PERMANENT,
         temporary=bool(flags & IFA_F_SECONDARY),
         deprecated=bool(flags & IFA_F_DEPRECATED),

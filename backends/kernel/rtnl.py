@@ -53,7 +53,9 @@ IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8
 IFLA_IFNAME = 3
 NLMSGERR_ATTR_MSG = 1
 RT_TABLE_MAIN = 254
-RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
+RT_SCOPE_NOWHERE = 255
+SCOPES = {0: "global", 200: "site", 253: "link", 254: "host", RT_SCOPE_NOWHERE: "nowhere"}
+SCOPE_NUMBERS = {name: number for number, name in SCOPES.items()}
 RTNH_F_ONLINK = 0x04
 RTM_F_CLONED = 0x200
 ROUTE_TYPES = {1: "unicast", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
@@ -146,8 +148,8 @@ def encode(change: Change, index: int, sequence: int) -> bytes:
     target, put = change.target, change.verb == "put"
     flags = PUT_FLAGS if put else DELETE_FLAGS
     if isinstance(target, Route):
-        # A route without gateway has link scope unless told otherwise; deleting must not ask for one scope.
-        body = _route_body(index, target, RT_SCOPE_UNIVERSE if put else RT_SCOPE_NOWHERE)
+        # Deleting must not ask for one scope.
+        body = _route_body(index, target, SCOPE_NUMBERS[target.scope] if put else RT_SCOPE_NOWHERE)
         return message(RTM_NEWROUTE if put else RTM_DELROUTE, flags, sequence, body)
     if isinstance(target, Neighbour):
         body = _neighbour_body(index, target)
@@ -255,7 +257,7 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
 
     A multipath route has type ``multipath`` and the device and gateway of its first next hop.
     """
-    family, length, _, _, table, protocol, _, kind, flags = _RTMSG.unpack_from(buffer, header.start)
+    family, length, _, _, table, protocol, scope, kind, flags = _RTMSG.unpack_from(buffer, header.start)
     if family not in (AF_INET, AF_INET6) or kind not in ROUTE_TYPES or flags & RTM_F_CLONED:
         return None
     found = attributes(buffer, header.start + _RTMSG.size, header.end)
@@ -286,6 +288,7 @@ def decode_route(buffer: bytes, header: Header) -> tuple[int, Route] | None:
         type=name,
         source=_address(found[RTA_PREFSRC]) if RTA_PREFSRC in found else None,
         encap=_decode_encap(found),
+        scope=SCOPES.get(scope, "global"),
     )
 
 

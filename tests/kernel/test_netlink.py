@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 
 import pytest
@@ -295,6 +296,21 @@ def test_L49_a_blackhole_route_beside_a_bridge(host: Namespace, kernel: NetlinkK
     assert [r for r in kernel.routes() if r.destination == subnet] == [blackhole(subnet)]
     assert kernel.apply([Change("delete", blackhole(subnet))] * 2) == []
     assert [r for r in kernel.routes() if r.destination == subnet] == []
+
+
+def test_scope_of_a_route_without_gateway_is_corrected_in_place(host: Namespace, kernel: NetlinkKernel) -> None:
+    wanted = Route(ip_network("10.5.0.0/16"), "eth0", protocol=PROTO_FLANNEL, scope="link")
+    host.ip("route add 10.5.0.0/16 dev eth0 proto 142 scope global")
+    desired = DesiredState(frozenset(), "eth0", frozenset({ip_network("10.4.0.0/14")}), routes=frozenset({wanted}))
+    changes = diff(kernel.observe([]), desired)
+    assert changes == (Change("put", wanted),)
+    assert kernel.apply(changes) == []
+    assert host.ip("-4 route show proto 142").splitlines() == ["10.5.0.0/16 dev eth0 scope link "]
+    assert diff(kernel.observe([]), desired) == ()
+    assert kernel.apply([Change("put", replace(wanted, scope="global"))]) == []
+    assert host.ip("-4 route show proto 142").splitlines() == ["10.5.0.0/16 dev eth0 "]
+    assert kernel.apply([Change("delete", wanted)]) == []
+    assert host.ip("-4 route show proto 142") == ""
 
 
 def test_H02_ipv6_route_of_another_device_is_replaced(host: Namespace, kernel: NetlinkKernel) -> None:

@@ -38,6 +38,7 @@ def routes(draw: st.DrawFn) -> Route:
         draw(st.booleans()),
         draw(st.sampled_from([3, 142])),
         metric,
+        scope=draw(st.sampled_from(["global", "link"])) if address.version == 4 else "global",
     )
 
 
@@ -95,7 +96,7 @@ def test_route_is_encoded_as_pyroute2_does(route: Route) -> None:
         "dst_len": route.destination.prefixlen,
         "table": 254,
         "proto": route.protocol,
-        "scope": 0,
+        "scope": {"global": 0, "link": 253}[route.scope],
         "type": 1,
         "flags": 4 if route.onlink else 0,
     }
