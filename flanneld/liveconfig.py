@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from subnet.gojson import SECRETS, fold
 from subnet.model import FAMILIES, Json, NetworkConfig, Subnets
 
 LIVE_OPTIONS: Mapping[str, frozenset[str]] = {
     "ipip": frozenset({"directrouting"}),
     "vxlan": frozenset({"mtu", "directrouting", "learning"}),
+    "wireguard": frozenset({"mtu", "persistentkeepaliveinterval", "psk"}),
 }
 """Backend members, lower-cased, that can change under way; every other member cannot."""
 
@@ -34,12 +36,16 @@ def restart_reason(old: NetworkConfig, new: NetworkConfig, own: Subnets) -> str:
         live = LIVE_OPTIONS.get(old.backend.type, frozenset()) | {"type"}
         before_options, after_options = _folded(old.backend.options), _folded(new.backend.options)
         reasons += [
-            f"Backend.{name} {before_options.get(name)} -> {after_options.get(name)}"
+            f"Backend.{name} {_shown(name, before_options)} -> {_shown(name, after_options)}"
             for name in sorted(before_options.keys() | after_options.keys())
             if name not in live and before_options.get(name) != after_options.get(name)
         ]
     return ", ".join(reasons)
 
 
+def _shown(name: str, options: Mapping[str, Json]) -> str:
+    return "(not shown)" if name in SECRETS else str(options.get(name))
+
+
 def _folded(options: Mapping[str, Json]) -> dict[str, Json]:
-    return {name.lower(): value for name, value in options.items()}
+    return {fold(name): value for name, value in options.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from backends.dataplane.model import DEFAULT_PORT, Ip6Tunnel, Ipip, Link, LinkSpec, Vxlan
+from backends.dataplane.model import DEFAULT_PORT, Ip6Tunnel, Ipip, Link, LinkSpec, Tunnel, Vxlan, Wireguard
 from backends.dataplane.ports import Kernel
 from subnet.errors import KernelError
 
@@ -21,6 +22,7 @@ class Mend:
     mtu_bytes: int | None = None
     mac: str | None = None
     learning: bool | None = None
+    wireguard: Wireguard | None = None
     up: bool = False
 
     @property
@@ -41,6 +43,8 @@ def rebuild_reason(link: Link, spec: LinkSpec) -> str:
             return _ipip_differences(have, want)
         case Ip6Tunnel() as have, Ip6Tunnel() as want:
             return "" if have == want else "fixed outer addresses"
+        case Wireguard(), Wireguard():
+            return ""
         case _:
             return f"kind {link.kind or 'unknown'}"
 
@@ -83,8 +87,17 @@ def mend(link: Link, spec: LinkSpec) -> Mend:
         mtu_bytes=spec.mtu_bytes if link.mtu_bytes != spec.mtu_bytes else None,
         mac=spec.mac if spec.binding and spec.mac and link.mac != spec.mac else None,
         learning=want.learning if learns and isinstance(want, Vxlan) else None,
+        wireguard=_wireguard_change(have, want),
         up=not link.up,
     )
+
+
+def _wireguard_change(have: Tunnel | None, want: Tunnel) -> Wireguard | None:
+    """Return what to set a device to whose key or port is another; peers and their sessions outlive that."""
+    if not isinstance(have, Wireguard) or not isinstance(want, Wireguard):
+        return None
+    fits = have.private_key == want.private_key and want.port in (0, have.port)
+    return None if fits else want
 
 
 def random_mac(pick: Callable[[int], int] = secrets.randbits) -> str:
@@ -104,7 +117,7 @@ class DeviceKeeper:
     def ensure(self, specs: Sequence[LinkSpec]) -> dict[str, Link]:
         """Return the devices by name, each as wanted and up. Raises KernelError naming the device."""
         links = self._kernel.links()
-        touched = [spec.name for spec in specs if self._ensure(spec, links)]
+        touched = [spec.name for spec in specs if self._try(spec, links)]
         if touched:
             links = self._kernel.links()
         missing = [spec.name for spec in specs if spec.name not in links]
@@ -113,6 +126,18 @@ class DeviceKeeper:
         for spec in specs:
             self._settle(links[spec.name])
         return {spec.name: links[spec.name] for spec in specs}
+
+    def _try(self, spec: LinkSpec, links: Mapping[str, Link]) -> bool:
+        try:
+            return self._ensure(spec, links)
+        except KernelError as error:
+            if error.errno == errno.EADDRINUSE and isinstance(spec.tunnel, Wireguard):
+                reason = f"UDP port {spec.tunnel.port} is taken"
+            elif error.errno == errno.EOPNOTSUPP:
+                reason = f"the kernel has no devices of kind {spec.tunnel.kind}; is its module installed?"
+            else:
+                raise
+            raise KernelError(error.operation, error.target, error.errno, f"{error.detail}: {reason}") from error
 
     def _ensure(self, spec: LinkSpec, links: Mapping[str, Link]) -> bool:
         link = links.get(spec.name)
@@ -144,6 +169,7 @@ class DeviceKeeper:
             mtu_bytes=change.mtu_bytes,
             mac=change.mac,
             learning=change.learning,
+            wireguard=change.wireguard,
         )
         return True
 
@@ -198,6 +224,7 @@ def _describe(change: Mend) -> str:
         f"mtu {change.mtu_bytes}" if change.mtu_bytes is not None else "",
         f"mac {change.mac}" if change.mac is not None else "",
         f"learning {'on' if change.learning else 'off'}" if change.learning is not None else "",
+        f"private key, port {change.wireguard.port or 'any'}" if change.wireguard is not None else "",
         "up" if change.up else "",
     ]
     return ", ".join(part for part in parts if part)

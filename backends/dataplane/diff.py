@@ -19,12 +19,13 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    WireguardPeer,
     blackhole,
 )
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
-TUNNEL_NAME = re.compile(r"flannel(-v6)?\.(\d+|ipip)$")
+TUNNEL_NAME = re.compile(r"flannel((-v6)?\.(\d+|ipip)|-wg(-v6)?)$")
 
 
 def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
@@ -95,26 +96,44 @@ def _missing(wanted: frozenset[_T], observed: frozenset[_T], desired: DesiredSta
     return frozenset(target for target in missing if target.key not in held)
 
 
+def _missing_peers(observed: ObservedState, desired: DesiredState) -> frozenset[WireguardPeer]:
+    """Peers to put: a put takes networks away from other peers, and so replaces them, too."""
+    missing = _missing(desired.peers, observed.peers, desired)
+    if not desired.additive:
+        return missing
+    held = {(peer.device, network) for peer in observed.peers for network in peer.allowed}
+    return frozenset(p for p in missing if not any((p.device, network) in held for network in p.allowed))
+
+
 def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     """Return the changes that turn ``observed`` into ``desired``.
 
-    Additions go address, neighbour, FDB entry, route, so that a route never
-    points at an unknown VTEP; removals follow in reverse order, after the
-    additions, so that what moves is not interrupted. A put replaces what the
-    kernel holds under the same key; where it cannot, that is removed first. An additive state only fills gaps.
+    Additions go address, neighbour, FDB entry, peer, route, so that a route
+    never points at an unknown VTEP or peer; removals follow in reverse order,
+    after the additions, so that what moves is not interrupted. A put replaces
+    what the kernel holds under the same key; where it cannot, that is removed
+    first. An additive state only fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
     addresses = _missing(desired.addresses, observed.addresses, desired)
     neighbours = _missing(desired.neighbours, observed.neighbours, desired)
     fdb = _missing(desired.fdb, observed.fdb, desired)
+    peers = _missing_peers(observed, desired)
     routes = _missing(wanted_routes, observed.routes, desired)
-    puts: list[KernelObject] = [*_sorted(addresses), *_sorted(neighbours), *_sorted(fdb), *_sorted(routes)]
+    puts: list[KernelObject] = [
+        *_sorted(addresses),
+        *_sorted(neighbours),
+        *_sorted(fdb),
+        *_sorted(peers),
+        *_sorted(routes),
+    ]
     if desired.additive:
         return tuple(Change("put", target) for target in puts)
 
     wanted_neighbours = {n.key for n in desired.neighbours}
     deletes: list[KernelObject] = [
         *_sorted(r for r in _surplus(observed.routes, wanted_routes, routes) if owned_route(r, desired)),
+        *_sorted(p for p in _surplus(observed.peers, desired.peers, peers) if p.device in desired.devices),
         *_sorted(e for e in _surplus(observed.fdb, desired.fdb, fdb) if e.device in desired.devices),
         *_sorted(
             n
@@ -172,6 +191,7 @@ def apply_changes(observed: ObservedState, changes: Sequence[Change]) -> Observe
         _applied(observed.neighbours, changes, Neighbour),
         _applied(observed.fdb, changes, FdbEntry),
         _applied(observed.routes, changes, Route),
+        _applied(observed.peers, changes, WireguardPeer),
     )
 
 

@@ -74,7 +74,24 @@ class Ip6Tunnel:
         return f"ip6tnl mode ip6ip6{' external' if self.external else ''}"
 
 
-Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel
+@dataclass(frozen=True, slots=True)
+class Wireguard:
+    """What a WireGuard device is set to (wg(8)). Keys are base64; port 0: the kernel's choice, made when it goes up.
+
+    ``public_key`` is what the kernel derives; nobody sets it.
+    """
+
+    kind: ClassVar[str] = "wireguard"
+
+    port: int
+    private_key: str = field(repr=False)
+    public_key: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"wireguard port {self.port or 'any'}"
+
+
+Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel | Wireguard
 """The kinds of devices that backends make."""
 
 
@@ -248,7 +265,46 @@ def blackhole(subnet: IPNetwork) -> Route:
     return Route(subnet, "", protocol=PROTO_FLANNEL, metric=BLACKHOLE_METRIC, type="blackhole")
 
 
-KernelObject: TypeAlias = Address | Neighbour | FdbEntry | Route
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a peer's datagrams go to and come from."""
+
+    address: IPAddress
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}" if self.address.version == 4 else f"[{self.address}]:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class WireguardPeer:
+    """A peer of a WireGuard device (wg(8)). Keys are base64; ``preshared_key`` empty: none.
+
+    ``allowed`` are the networks behind it, in order; what comes from or goes to
+    others is dropped. ``endpoint`` None: not known, the peer has to speak first.
+    """
+
+    device: str
+    public_key: str
+    endpoint: Endpoint | None
+    allowed: tuple[IPNetwork, ...]
+    keepalive_s: int = 0
+    preshared_key: str = field(default="", repr=False)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel replaces by."""
+        return self.device, self.public_key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        networks = " ".join(str(network) for network in self.allowed)
+        return f"peer {self.public_key} dev {self.device} endpoint {self.endpoint} for {networks or 'nothing'}"
+
+
+KernelObject: TypeAlias = Address | Neighbour | FdbEntry | WireguardPeer | Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +344,7 @@ class DesiredState:
     problems: tuple[tuple[str, str], ...] = ()
     additive: bool = False
     alone: bool = True
+    peers: frozenset[WireguardPeer] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,3 +355,4 @@ class ObservedState:
     neighbours: frozenset[Neighbour] = frozenset()
     fdb: frozenset[FdbEntry] = frozenset()
     routes: frozenset[Route] = frozenset()
+    peers: frozenset[WireguardPeer] = frozenset()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from backends.dataplane.model import Address, Change, KernelObject, Link, LinkSpec, ObservedState, Route
+from backends.dataplane.model import Address, Change, KernelObject, Link, LinkSpec, ObservedState, Route, Wireguard
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -39,7 +39,10 @@ class Kernel(Protocol):
         ...
 
     def observe(self, devices: Collection[str]) -> ObservedState:
-        """Return all addresses and routes, and the neighbours and FDB entries of ``devices``."""
+        """Return all addresses and routes, and the neighbours, FDB entries and peers of ``devices``.
+
+        The endpoint of a live WireGuard peer that moved shows as it was last put.
+        """
         ...
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
@@ -66,8 +69,9 @@ class Kernel(Protocol):
         mtu_bytes: int | None = None,
         mac: str | None = None,
         learning: bool | None = None,
+        wireguard: Wireguard | None = None,
     ) -> None:
-        """Change attributes of an existing device in place."""
+        """Change attributes of an existing device in place. The peers of a WireGuard device stay."""
         ...
 
     def sysctl(self, key: str) -> str | None:

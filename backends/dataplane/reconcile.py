@@ -16,6 +16,7 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    WireguardPeer,
 )
 from backends.dataplane.ports import Failure, Kernel, KernelEvent, ObjectSeen, Overflow
 from backends.dataplane.table import Key, WantedTable, key_of
@@ -69,6 +70,7 @@ class _Record:
             frozenset(t for t in targets if isinstance(t, Neighbour)),
             frozenset(t for t in targets if isinstance(t, FdbEntry)),
             frozenset(t for t in targets if isinstance(t, Route)),
+            frozenset(t for t in targets if isinstance(t, WireguardPeer)),
         )
 
     def replace(self, keys: Iterable[Key], state: ObservedState) -> None:
@@ -182,7 +184,7 @@ class Reconciler:
 
 
 def _parts(state: ObservedState) -> list[KernelObject]:
-    return [*state.addresses, *state.neighbours, *state.fdb, *state.routes]
+    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.routes]
 
 
 def _log_changes(changes: list[Change]) -> None:

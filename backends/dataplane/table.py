@@ -6,7 +6,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from backends.dataplane.model import Address, DesiredState, FdbEntry, KernelObject, Neighbour, Route
+from backends.dataplane.model import (
+    Address,
+    DesiredState,
+    FdbEntry,
+    KernelObject,
+    Neighbour,
+    Route,
+    WireguardPeer,
+)
 
 Key: TypeAlias = tuple[type, tuple[object, ...]]
 """Kind of an object and what the kernel replaces by: two objects of one key cannot both be there."""
@@ -19,7 +27,7 @@ def key_of(target: KernelObject) -> Key:
 
 def objects_of(state: DesiredState) -> list[KernelObject]:
     """Return everything a state wants."""
-    return [*state.addresses, *state.neighbours, *state.fdb, *state.routes]
+    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.routes]
 
 
 def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> DesiredState:
@@ -31,6 +39,7 @@ def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> Desir
         neighbours=frozenset(t for t in listed if isinstance(t, Neighbour)),
         fdb=frozenset(t for t in listed if isinstance(t, FdbEntry)),
         routes=frozenset(t for t in listed if isinstance(t, Route)),
+        peers=frozenset(t for t in listed if isinstance(t, WireguardPeer)),
     )
 
 
@@ -172,4 +181,10 @@ class WantedTable:
 
 
 def _named(target: KernelObject) -> str:
-    return f"VtepMAC {target.mac}" if isinstance(target, FdbEntry) else str(target)
+    match target:
+        case FdbEntry():
+            return f"VtepMAC {target.mac}"
+        case WireguardPeer():
+            return f"PublicKey {target.public_key}"
+        case _:
+            return str(target)

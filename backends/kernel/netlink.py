@@ -30,10 +30,13 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    Wireguard,
+    WireguardPeer,
 )
 from backends.dataplane.ports import Failure
 from backends.kernel import ethtool, rtnl, tunnels
 from backends.kernel.sockets import BATCH, NetlinkSocket, Refusal, kernel_error
+from backends.kernel.wireguard import WireguardDevices
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
@@ -54,6 +57,7 @@ class NetlinkKernel:
     def __init__(self) -> None:
         self._ipr = pyroute2.IPRoute()
         self._bulk = NetlinkSocket(socket.NETLINK_ROUTE)
+        self._wireguard = WireguardDevices()
 
     def close(self) -> None:
         """Close the sockets."""
@@ -68,7 +72,11 @@ class NetlinkKernel:
     def links(self) -> dict[str, Link]:
         """Return all devices by name."""
         found = self._call("read", "links", lambda: list(self._ipr.get_links()))
-        return {link.name: link for link in map(_link, found)}
+        links = [_link(message) for message in found]
+        return {
+            link.name: replace(link, tunnel=self._wireguard.settings(link.index)) if _is_wireguard(link) else link
+            for link in links
+        }
 
     def addresses(self) -> tuple[Address, ...]:
         """Return all addresses of all devices, in the kernel's order."""
@@ -89,11 +97,15 @@ class NetlinkKernel:
         return frozenset(found)
 
     def observe(self, devices: Collection[str]) -> ObservedState:
-        """Return all addresses and routes, and the neighbours and FDB entries of ``devices``."""
+        """Return all addresses and routes, and the neighbours, FDB entries and peers of ``devices``."""
         neighbours: set[Neighbour] = set()
         fdb: set[FdbEntry] = set()
+        peers: set[WireguardPeer] = set()
         for device in devices:
             index = self._index(device)
+            if _is_wireguard(self._link_at(index, device)):
+                peers |= self._wireguard.peers(index, device)
+                continue
             requests = [rtnl.dump_neighbours(family, index) for family in FAMILIES] + [rtnl.dump_fdb(index)]
             for request in requests:
                 for buffer, header in self._bulk.dump(request, f"neighbours of {device}"):
@@ -105,7 +117,9 @@ class NetlinkKernel:
                         fdb.add(entry)
                     else:
                         neighbours.add(entry)
-        return ObservedState(frozenset(self.addresses()), frozenset(neighbours), frozenset(fdb), self.routes())
+        return ObservedState(
+            frozenset(self.addresses()), frozenset(neighbours), frozenset(fdb), self.routes(), frozenset(peers)
+        )
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         """Make the changes in order; a refused one does not stop the others."""
@@ -123,6 +137,8 @@ class NetlinkKernel:
         match change.target:
             case Address():
                 return None
+            case WireguardPeer():
+                return self._wireguard.request
             case _:
                 return self._send_bulk
 
@@ -193,6 +209,8 @@ class NetlinkKernel:
             f"device {spec.name}",
             lambda: self._ipr.link("add", **values, **tunnels.options(spec.tunnel)),
         )
+        if isinstance(spec.tunnel, Wireguard):
+            self._wireguard.configure(self._index(spec.name), spec.name, spec.tunnel)
 
     def delete_link(self, name: str) -> None:
         """Delete the device."""
@@ -210,8 +228,12 @@ class NetlinkKernel:
         mtu_bytes: int | None = None,
         mac: str | None = None,
         learning: bool | None = None,
+        wireguard: Wireguard | None = None,
     ) -> None:
         """Change attributes of an existing device in place."""
+        if wireguard is not None:
+            # First: a device takes its port when it goes up.
+            self._wireguard.configure(self._index(name), name, wireguard)
         values: dict[str, Any] = {}
         if up is not None:
             values["state"] = "up" if up else "down"
@@ -247,6 +269,12 @@ class NetlinkKernel:
         except OSError as cause:
             raise kernel_error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
 
+    def _link_at(self, index: int, name: str) -> Link:
+        found = self._call("read", f"device {name}", lambda: list(self._ipr.get_links(index)))
+        if not found:
+            raise kernel_error("find device", name, errno.ENODEV)
+        return _link(found[0])
+
     def _index(self, name: str) -> int:
         try:
             return socket.if_nametoindex(name)
@@ -264,6 +292,10 @@ class NetlinkKernel:
 
 def _kernel_words(cause: NetlinkError) -> str:
     return str(cause.extra_code) if getattr(cause, "extra_code", None) else ""
+
+
+def _is_wireguard(link: Link) -> bool:
+    return link.kind == Wireguard.kind
 
 
 def _names() -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import IPv4Address, ip_address
 from typing import Any
 
-from backends.dataplane.model import Ip6Tunnel, Ipip, Tunnel, Vxlan
+from backends.dataplane.model import Ip6Tunnel, Ipip, Tunnel, Vxlan, Wireguard
 
 IPPROTO_IPV6 = 41
 
@@ -23,6 +23,8 @@ def options(tunnel: Tunnel) -> dict[str, Any]:
             # The protocol keeps it to IPv6 inside IPv6; any would be taken otherwise.
             metadata = {"ip6tnl_collect_metadata": True} if tunnel.external else {}
             return {"kind": tunnel.kind, "ip6tnl_proto": IPPROTO_IPV6, **metadata}
+        case Wireguard():
+            return {"kind": tunnel.kind}
 
 
 def _vxlan_options(vxlan: Vxlan) -> dict[str, Any]:

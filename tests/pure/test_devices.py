@@ -18,6 +18,7 @@ from backends.dataplane.model import (
     Route,
     Tunnel,
     Vxlan,
+    Wireguard,
 )
 from backends.dataplane.ports import Failure
 from subnet.errors import KernelError
@@ -117,11 +118,16 @@ class FakeKernel:
         mtu_bytes: int | None = None,
         mac: str | None = None,
         learning: bool | None = None,
+        wireguard: Wireguard | None = None,
     ) -> None:
         self.calls.append(f"set {name}")
         link = self.held[name]
         self.held[name] = replace(
-            link, up=link.up if up is None else up, mtu_bytes=mtu_bytes or link.mtu_bytes, mac=mac or link.mac
+            link,
+            up=link.up if up is None else up,
+            mtu_bytes=mtu_bytes or link.mtu_bytes,
+            mac=mac or link.mac,
+            tunnel=wireguard or link.tunnel,
         )
 
     def sysctl(self, key: str) -> str | None:
@@ -278,3 +284,60 @@ def test_device_that_holds_the_local_address_is_named() -> None:
     rival = replace(IPIP_LINK, name="mytunnel")
     with pytest.raises(KernelError, match="device mytunnel has the same local address"):
         DeviceKeeper(FakeKernel(rival)).ensure([IPIP])
+
+
+WG = Wireguard(51820, "secret")
+WG_SPEC = LinkSpec("flannel-wg", 4, WG, 1420)
+WG_LINK = Link("flannel-wg", 5, "wireguard", "", 1420, True, replace(WG, public_key="public"))
+
+
+@pytest.mark.parametrize(
+    ("link", "spec", "change"),
+    [
+        (WG_LINK, WG_SPEC, Mend()),
+        (WG_LINK, replace(WG_SPEC, tunnel=replace(WG, port=0)), Mend()),
+        (WG_LINK, replace(WG_SPEC, tunnel=replace(WG, port=51999)), Mend(wireguard=replace(WG, port=51999))),
+        (replace(WG_LINK, tunnel=replace(WG, private_key="other")), WG_SPEC, Mend(wireguard=WG)),
+        (replace(WG_LINK, mtu_bytes=1500, up=False), WG_SPEC, Mend(mtu_bytes=1420, up=True)),
+    ],
+)
+def test_W07_a_wireguard_device_is_never_rebuilt(link: Link, spec: LinkSpec, change: Mend) -> None:
+    assert rebuild_reason(link, spec) == ""
+    assert mend(link, spec) == change
+
+
+def test_W07_a_lost_wireguard_device_comes_back_with_its_key_and_without_mac(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    kernel = FakeKernel(replace(WG_LINK, tunnel=replace(WG, private_key="other", port=1)))
+    assert DeviceKeeper(kernel).ensure([WG_SPEC])["flannel-wg"].tunnel == WG
+    kernel.delete_link("flannel-wg")
+    made = DeviceKeeper(kernel).ensure([WG_SPEC])["flannel-wg"]
+    assert (made.tunnel, made.mac, made.up) == (WG, "", True)
+    assert "wireguard port 51820" in caplog.text
+    assert "secret" not in caplog.text
+    assert "other" not in caplog.text
+
+
+def test_a_device_of_another_kind_is_not_taken_away() -> None:
+    kernel = FakeKernel(Link("flannel-wg", 5, "bridge", MAC, 1500, True))
+    with pytest.raises(KernelError, match="of kind bridge, not wireguard; remove it"):
+        DeviceKeeper(kernel).ensure([WG_SPEC])
+    assert kernel.calls == []
+
+
+def test_a_taken_port_is_named() -> None:
+    class Taken(FakeKernel):
+        def set_link(self, name: str, **_: object) -> None:
+            raise KernelError("set state up on", name, 98, "address already in use")
+
+    with pytest.raises(KernelError, match="state up on flannel-wg: address already in use: UDP port 51820 is taken"):
+        DeviceKeeper(Taken()).ensure([WG_SPEC])
+
+
+def test_a_kernel_without_the_module_is_said() -> None:
+    class Old(FakeKernel):
+        def create_link(self, spec: LinkSpec) -> None:
+            raise KernelError("create", f"device {spec.name}", 95, "operation not supported")
+
+    with pytest.raises(KernelError, match=r"create device flannel-wg: .*no devices of kind wireguard; is its module"):
+        DeviceKeeper(Old()).ensure([WG_SPEC])

@@ -13,6 +13,7 @@ from backends.dataplane.model import (
     PROTO_KERNEL,
     Address,
     DesiredState,
+    Endpoint,
     FdbEntry,
     Ipip,
     Link,
@@ -20,8 +21,11 @@ from backends.dataplane.model import (
     ObservedState,
     Route,
     Vxlan,
+    Wireguard,
+    WireguardPeer,
     blackhole,
 )
+from subnet.model import IPNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -58,19 +62,35 @@ routes = st.builds(
 )
 
 
+def _networks(n: int) -> tuple[IPNetwork, ...]:
+    return (ip_network(f"10.5.{n}.0/24"),)
+
+
 def _unique(items: st.SearchStrategy[object]) -> st.SearchStrategy[frozenset[object]]:
     return st.lists(items, unique_by=lambda item: item.key, max_size=6).map(frozenset)  # type: ignore[attr-defined]
 
 
+peers = st.builds(
+    lambda k, e, n: WireguardPeer(DEVICE, f"K{k}", Endpoint(ip_address(f"192.0.2.{e}"), 51820), _networks(n)),
+    numbers,
+    numbers,
+    numbers,
+)
 observed_states = st.builds(
-    ObservedState, st.frozensets(addresses), _unique(neighbours), st.frozensets(fdb), st.frozensets(routes)
+    ObservedState,
+    st.frozensets(addresses),
+    _unique(neighbours),
+    st.frozensets(fdb),
+    st.frozensets(routes),
+    _unique(peers),
 )
 desired_states = st.builds(
-    lambda a, n, f, r: _desired(addresses=a, neighbours=n, fdb=f, routes=r),
+    lambda a, n, f, r, p: _desired(addresses=a, neighbours=n, fdb=f, routes=r, peers=p),
     st.frozensets(addresses.filter(lambda a: a.device == DEVICE), max_size=1),
     _unique(neighbours),
     _unique(fdb),
     _unique(routes.filter(lambda r: r.device == DEVICE and r.protocol == 3)),
+    _unique(peers),
 )
 
 
@@ -86,7 +106,14 @@ def test_applying_the_difference_gives_the_desired_state(observed: ObservedState
     assert desired.addresses <= held.addresses
     assert desired.neighbours == held.neighbours
     assert desired.fdb == held.fdb
+    assert desired.peers == held.peers
     assert desired.routes - blocked_routes(held, desired).keys() <= held.routes
+
+
+def _free(wanted: frozenset[WireguardPeer], observed: ObservedState) -> frozenset[WireguardPeer]:
+    """Peers whose networks no other has: putting one takes them away from it."""
+    held = {network for peer in observed.peers for network in peer.allowed}
+    return frozenset(peer for peer in wanted if not held & set(peer.allowed))
 
 
 @given(observed_states, desired_states)
@@ -98,6 +125,7 @@ def test_additive_state_fills_gaps_and_touches_nothing_else(observed: ObservedSt
         (observed.addresses, held.addresses, desired.addresses),
         (observed.neighbours, held.neighbours, desired.neighbours),
         (observed.fdb, held.fdb, desired.fdb),
+        (observed.peers, held.peers, _free(desired.peers, observed)),
         (observed.routes, held.routes, desired.routes - blocked_routes(observed, desired).keys()),
     ):
         assert before <= after <= before | wanted
@@ -124,12 +152,13 @@ def test_additions_come_in_the_order_that_never_points_at_nothing() -> None:
         neighbours=frozenset({Neighbour(DEVICE, ip_address("10.5.2.0"), "02:00:00:00:00:02")}),
         fdb=frozenset({FdbEntry(DEVICE, "02:00:00:00:00:02", ip_address("192.0.2.2"))}),
         routes=frozenset({_route("10.5.2.0/24", via="10.5.2.0", onlink=True)}),
+        peers=frozenset({WireguardPeer(DEVICE, "K", None, _networks(2))}),
     )
     added = diff(ObservedState(), desired)
-    assert [type(c.target) for c in added] == [Address, Neighbour, FdbEntry, Route]
+    assert [type(c.target) for c in added] == [Address, Neighbour, FdbEntry, WireguardPeer, Route]
     held = apply_changes(ObservedState(), added)
     removed = diff(held, _desired())
-    assert [type(c.target) for c in removed] == [Route, FdbEntry, Neighbour, Address]
+    assert [type(c.target) for c in removed] == [Route, WireguardPeer, FdbEntry, Neighbour, Address]
 
 
 def test_K06_changed_mac_leaves_no_old_fdb_entry() -> None:
@@ -225,6 +254,8 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             Link("flannel.8", 7, "bridge", "", 1500, True),
             Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
             Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
+            Link("flannel-wg", 10, "wireguard", "", 1420, True, Wireguard(51820, "")),
+            Link("wg0", 11, "wireguard", "", 1420, True, Wireguard(51821, "")),
         )
     }
     held = [
@@ -235,8 +266,10 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.8", ip_interface("10.5.1.0/32")),
         Address("flannel.ipip", ip_interface("10.5.1.0/32")),
         Address("tunl0", ip_interface("10.5.1.0/32")),
+        Address("flannel-wg", ip_interface("10.5.1.0/32")),
+        Address("wg0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel.2", "flannel.ipip")
+    assert leftover_links(links, held, _desired()) == ("flannel-wg", "flannel.2", "flannel.ipip")
 
 
 OWN = ip_network("10.5.7.0/24")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from ipaddress import IPv4Network
 from typing import Any
@@ -53,3 +54,19 @@ def test_C11_needs_a_restart(members: dict[str, Any], words: str) -> None:
 def test_subnet_assigned_from_outside_is_not_measured_by_the_pool() -> None:
     assigned = Subnets(IPv4Network("10.5.74.0/26"))
     assert restart_reason(config(), config(SubnetMin="10.5.75.0"), assigned) == ""
+
+
+def wireguard(**options: Any) -> NetworkConfig:
+    return config(Backend={"Type": "wireguard"} | options)
+
+
+def test_wireguards_secret_and_keepalive_are_followed_its_ports_are_not() -> None:
+    psk = base64.b64encode(b"p" * 32).decode()
+    assert restart_reason(wireguard(), wireguard(PSK=psk, PersistentKeepaliveInterval=25, mtu=1400), OWN) == ""
+    assert restart_reason(wireguard(), wireguard(ListenPort=1), OWN) == "Backend.listenport None -> 1"
+
+
+def test_a_secret_that_needs_a_restart_is_not_shown() -> None:
+    before, after = (config(Backend={"Type": "ipsec", "PSK": secret * 96}) for secret in "ab")
+    reason = restart_reason(before, after, OWN)
+    assert reason == "Backend.psk (not shown) -> (not shown)"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from ipaddress import IPv4Address, ip_address, ip_interface, ip_network
@@ -12,7 +13,7 @@ import pytest
 
 from backends.alloc import AllocBackend
 from backends.api import Carrier
-from backends.dataplane.model import Address, Link, Route, Vxlan
+from backends.dataplane.model import Address, Link, Route, Vxlan, Wireguard
 from backends.dataplane.ports import Kernel, LinkSeen, ObjectSeen, Overflow
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
@@ -790,3 +791,86 @@ def test_W09_known_hosts_may_send_what_the_backend_tunnels(
     node = Node(tmp_path, vtep_filter=True)
     node.started(_peer(2), config=CONFIG.replace("vxlan", backend))
     assert node.filters[-1] == wanted
+
+
+WIREGUARD = '{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard"%s}}'
+
+
+def _wireguard_peer(n: int, key: int, revision: int = 1) -> Lease:
+    data = {"PublicKey": _key(key), "Port": 51820}
+    return replace(
+        _peer(n, revision=revision), attrs=replace(_peer(n).attrs, backend_type="wireguard", backend_data=data)
+    )
+
+
+def _wireguard_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *peers: Lease) -> Node:
+    monkeypatch.setenv("WIREGUARD_KEY_FILE", str(tmp_path / "wgkey"))
+    return Node(tmp_path).started(*peers, config=WIREGUARD % "")
+
+
+def test_wireguard_tells_its_key_and_follows_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 2), _wireguard_peer(3, 3), _peer(4))
+    assert node.is_ready()
+    device = node.kernel.held["flannel-wg"].tunnel
+    assert isinstance(device, Wireguard)
+    assert node.manager.requests[-1].attrs.backend_data == {"PublicKey": device.public_key, "Port": 51820}
+    assert node.routes == {"10.5.0.0/16"}
+    assert sorted(str(peer.allowed[0]) for peer in node.kernel.state.peers) == ["10.5.2.0/24", "10.5.3.0/24"]
+    node.play(LeasesChanged((_wireguard_peer(2, 22, 7),), 7), LeasesChanged((_peer(3).subnets,), 8), 1.0)
+    (peer,) = node.kernel.state.peers
+    assert (peer.public_key, str(peer.allowed[0])) == (_key(22), "10.5.2.0/24")
+    assert "FLANNEL_MTU=1420" in node.env.read_text()
+
+
+def test_W07_lost_wireguard_device_comes_back_with_key_and_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 2))
+    before, peers = node.kernel.held["flannel-wg"], node.kernel.state.peers
+    node.kernel.remove_device("flannel-wg")
+    assert not node.kernel.state.peers
+    node.play(node.kernel_says(LinkSeen("flannel-wg", before.index, True)))
+    assert node.kernel.held["flannel-wg"].tunnel == before.tunnel
+    assert (node.kernel.state.peers, node.routes) == (peers, {"10.5.0.0/16"})
+    assert len(node.manager.requests) == 1
+
+
+def test_W07_a_restart_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 2))
+    held, state = dict(node.kernel.held), node.kernel.state
+    again = Node(tmp_path, node.kernel).started(_wireguard_peer(2, 2), config=WIREGUARD % "")
+    assert again.is_ready()
+    assert again.manager.requests[-1].attrs == node.manager.requests[-1].attrs
+    assert (node.kernel.held, node.kernel.state) == (held, state)
+
+
+def test_a_keepalive_is_followed_and_a_spoilt_key_file_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "wgkey"
+    key.write_text("spoilt")
+    monkeypatch.setenv("WIREGUARD_KEY_FILE", str(key))
+    node = Node(tmp_path)
+    node.play(StoreState(True), _config(WIREGUARD % ""), LeasesListed((_wireguard_peer(2, 2),), 5))
+    assert "is not base64" in node.health.reason
+    key.unlink()
+    node.play(11.0, lambda: [node.own()], node.rules_ok)
+    assert node.is_ready()
+    node.play(_config(WIREGUARD % ',"PersistentKeepaliveInterval":25'))
+    assert [peer.keepalive_s for peer in node.kernel.state.peers] == [25]
+
+
+def test_cached_wireguard_leases_take_nothing_from_a_peer_that_may_be_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 22))
+    again = Node(tmp_path, node.kernel)
+    cached = LeasesListed((_wireguard_peer(2, 2), _wireguard_peer(3, 3)), 0, complete=False)
+    again.play(StoreState(False, "down"), _config(WIREGUARD % ""), cached, lambda: [again.own()], again.rules_ok)
+    assert again.is_ready()
+    held = {str(peer.allowed[0]): peer.public_key for peer in node.kernel.state.peers}
+    assert held == {"10.5.2.0/24": _key(22), "10.5.3.0/24": _key(3)}
+
+
+def _key(number: int) -> str:
+    return b64encode(bytes([number]) * 32).decode()

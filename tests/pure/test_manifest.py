@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from backends import AVAILABLE
 from flanneld.options import Options, parse
 from subnet.config import parse_network_config
 from subnet.kube.settings import KubeSettings, check
@@ -118,6 +119,10 @@ def test_overlays_are_all_tested() -> None:
     assert {path.parent.name for path in (DEPLOY / "overlays").glob("*/kustomization.yaml")} == OVERLAYS.keys() - {
         "../base"
     }
+
+
+def test_overlays_name_backends_that_this_version_has() -> None:
+    assert {backend for _, _, backend in OVERLAYS.values()} <= set(AVAILABLE)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to build overlays")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from ipaddress import ip_interface, ip_network
 
 from backends.dataplane.diff import apply_changes
-from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan
+from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan, Wireguard
 from backends.dataplane.ports import Failure
 from subnet.errors import KernelError
 from subnet.model import IPAddress
+
+
+def public_key(wireguard: Wireguard) -> str:
+    """Stands in for the one that a kernel derives: 32 bytes that only the private key gives."""
+    return b64encode(sha256(wireguard.private_key.encode()).digest()).decode()
 
 
 class FakeKernel:
@@ -41,6 +48,7 @@ class FakeKernel:
             frozenset(n for n in held.neighbours if n.device != name),
             frozenset(e for e in held.fdb if e.device != name),
             frozenset(r for r in held.routes if r.device != name),
+            frozenset(p for p in held.peers if p.device != name),
         )
 
     def set_address(self, device: str, text: str) -> None:
@@ -96,10 +104,18 @@ class FakeKernel:
         mtu_bytes: int | None = None,
         mac: str | None = None,
         learning: bool | None = None,
+        wireguard: Wireguard | None = None,
     ) -> None:
         link = self.held[name]
+        tunnel = link.tunnel if wireguard is None else wireguard
+        if isinstance(tunnel, Wireguard) and up:
+            tunnel = replace(tunnel, port=tunnel.port or 40000)
         self.held[name] = replace(
-            link, up=link.up if up is None else up, mtu_bytes=mtu_bytes or link.mtu_bytes, mac=mac or link.mac
+            link,
+            up=link.up if up is None else up,
+            mtu_bytes=mtu_bytes or link.mtu_bytes,
+            mac=mac or link.mac,
+            tunnel=replace(tunnel, public_key=public_key(tunnel)) if isinstance(tunnel, Wireguard) else tunnel,
         )
 
     def sysctl(self, key: str) -> str | None:

@@ -184,7 +184,8 @@ class Lab:
             self.directory / name,
             command=command or self.command,
             flags=[*own, *self.flags, *self.host_flags.get(number, ()), *flags],
-            env=env,
+            # Hosts share a file system, and each is to have a key of its own.
+            env={"WIREGUARD_KEY_FILE": str(self.directory / name / "wgkey"), **(env or {})},
         )
         self._ending.callback(daemon.close)
         host = Host(name, namespace, daemon, v4, v6)

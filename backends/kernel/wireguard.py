@@ -1,0 +1,91 @@
+"""WireGuard devices and their peers, through generic netlink (linux/wireguard.h)."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from backends.dataplane.model import Change, Wireguard, WireguardPeer
+from backends.kernel import wgnl
+from backends.kernel.roaming import Roaming
+from backends.kernel.sockets import Encode, NetlinkSocket, Refusal, kernel_error
+from subnet.errors import KernelError
+
+NETLINK_GENERIC = 16
+NO_WIREGUARD = "the kernel has no WireGuard"
+
+
+class WireguardDevices:
+    """The devices of one network namespace, by index. Secrets never appear in errors.
+
+    Sockets are short-lived: nothing is asked on a host without such devices.
+    ``wall_clock`` returns Unix time, in which the kernel dates handshakes.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._roaming = Roaming()
+
+    def settings(self, index: int) -> Wireguard | None:
+        """Return port and keys of a device, None if it is gone. Raises KernelError."""
+        with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
+            family = _family(channel)
+            try:
+                answer = channel.first(wgnl.get_device(family, index), f"WireGuard device {index}") if family else None
+            except KernelError as error:
+                if error.errno != errno.ENODEV:
+                    raise
+                answer = None
+        return wgnl.decode_device(*answer) if answer is not None else None
+
+    def configure(self, index: int, name: str, wanted: Wireguard) -> None:
+        """Set private key and port; peers stay. Raises KernelError."""
+        with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
+            family = _needed(channel, name)
+            refused = channel.request([lambda sequence: wgnl.set_device(family, sequence, index, wanted)])
+        for _, code, text in refused:
+            raise kernel_error(f"set key and port {wanted.port} of", f"device {name}", code, text)
+
+    def peers(self, index: int, device: str) -> frozenset[WireguardPeer]:
+        """Return a device's peers. An endpoint that has moved since it was written shows as written."""
+        with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
+            family = _needed(channel, device)
+            dump = channel.dump(wgnl.get_device(family, index), f"peers of {device}")
+        seen = wgnl.decode_peers(dump, device)
+        endpoints = self._roaming.observe(index, seen, self._wall_clock())
+        return frozenset(replace(one.peer, endpoint=e) for one, e in zip(seen, endpoints, strict=True))
+
+    def request(self, changes: Sequence[tuple[Change, int]]) -> list[Refusal]:
+        """Make the changes of peers, at most a batch, each with its device's index; return those refused."""
+        with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
+            family = _family(channel)
+            if not family:
+                return [(position, errno.EOPNOTSUPP, NO_WIREGUARD) for position in range(len(changes))]
+            refused = channel.request([self._encoder(family, change, index) for change, index in changes])
+        failed = {position for position, _, _ in refused}
+        for position, (change, index) in enumerate(changes):
+            if position not in failed and isinstance(change.target, WireguardPeer):
+                note = self._roaming.wrote if change.verb == "put" else self._roaming.forget
+                note(index, change.target)
+        return refused
+
+    def _encoder(self, family: int, change: Change, index: int) -> Encode:
+        peer = change.target
+        with_endpoint = isinstance(peer, WireguardPeer) and self._roaming.to_write(index, peer)
+        return lambda sequence: wgnl.set_peer(family, sequence, index, change, with_endpoint)
+
+
+def _family(channel: NetlinkSocket) -> int:
+    """Return the protocol's number, which changes when the module is loaded anew; 0: there is none."""
+    answer = channel.first(wgnl.get_family(), "the number of the WireGuard protocol")
+    return wgnl.decode_family(*answer) if answer is not None else 0
+
+
+def _needed(channel: NetlinkSocket, device: str) -> int:
+    family = _family(channel)
+    if not family:
+        raise kernel_error("find", f"WireGuard of device {device}", errno.EOPNOTSUPP, NO_WIREGUARD)
+    return family

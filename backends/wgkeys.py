@@ -1,0 +1,99 @@
+"""Private keys of WireGuard (Curve25519, RFC 7748) and the file that holds this node's."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from subnet.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+DEFAULT_FILE = "/run/flannel/wgkey"
+VARIABLE = "WIREGUARD_KEY_FILE"
+FILE_MODE, DIRECTORY_MODE = 0o400, 0o755
+READ_LIMIT_BYTES = 4096
+
+
+def parse_key(text: str) -> str:
+    """Return a key in canonical base64. Raises ValueError, without the text, for what is none."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as cause:
+        raise ValueError("is not base64") from cause
+    if len(raw) != KEY_BYTES:
+        raise ValueError(f"is base64 of {len(raw)} bytes, a key has {KEY_BYTES}")
+    return base64.b64encode(raw).decode()
+
+
+def clamped(raw: bytes) -> str:
+    """Return the private key that 32 bytes stand for (RFC 7748 s5), in base64, as the kernel shows it."""
+    octets = bytearray(raw)
+    octets[0] &= 0xF8
+    octets[31] = octets[31] & 0x7F | 0x40
+    return base64.b64encode(octets).decode()
+
+
+def key_file() -> Path:
+    """Return the file that the environment names, else the default."""
+    return Path(os.environ.get(VARIABLE) or DEFAULT_FILE)
+
+
+def private_key(path: Path, random: Callable[[int], bytes] = secrets.token_bytes) -> str:
+    """Return the private key that ``path`` holds, in base64; an absent file is made, with a new key.
+
+    Raises ConfigError, never with anything of the content, for a file that
+    cannot be read, written or understood: a key that peers know is not thrown
+    away because of a slip. Source: upstream pkg/backend/wireguard/device.go.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            return _read(path)
+        try:
+            _create(path, clamped(random(KEY_BYTES)))
+        except FileExistsError:
+            pass  # another daemon was faster
+        else:
+            log.info("a new WireGuard key was written to %s", path)
+        return _read(path)
+    except OSError as cause:
+        raise ConfigError(f"WireGuard key file {path}: {(cause.strerror or str(cause)).lower()}") from cause
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(READ_LIMIT_BYTES)
+        others = os.fstat(file.fileno()).st_mode & 0o077
+    if others:
+        log.warning("WireGuard key file %s can be read or written by others", path)
+    try:
+        return clamped(base64.b64decode(parse_key(content.decode("ascii").strip())))
+    except ValueError as cause:
+        reason = "is not text" if isinstance(cause, UnicodeDecodeError) else cause
+        # The cause may quote the content.
+        raise ConfigError(f"WireGuard key file {path} {reason}; remove it to have a new key made") from None
+
+
+def _create(path: Path, key: str) -> None:
+    """Write a file that is there whole or not at all, and never in place of another."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        path.parent.chmod(DIRECTORY_MODE)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(key)
+            file.flush()
+            os.fchmod(file.fileno(), FILE_MODE)
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
