@@ -75,7 +75,7 @@ def test_failed_startup_commands_are_tried_again_ever_more_slowly() -> None:
         waits.append(wait_s)
         now_s += wait_s
     assert 0.5 < waits[0] < 2
-    assert max(waits) <= 60
+    assert max(waits) <= 60.001  # differences of floats
     assert waits[9] > 30
     agenda.finished(PRE, "", now_s)
     agenda.want(OWN, [])

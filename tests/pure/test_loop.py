@@ -300,7 +300,8 @@ def test_V16_underlay_mtu_is_followed(tmp_path: Path) -> None:
 def test_lease_events_cost_no_observation(tmp_path: Path) -> None:
     node = Node(tmp_path).started(_peer(2))
     before = node.kernel.observations
-    node.play(LeasesChanged((_peer(3, revision=6), _peer(4, revision=7)), 7), LeasesChanged((_peer(2).subnets,), 8), 1.0)
+    two = LeasesChanged((_peer(3, revision=6), _peer(4, revision=7)), 7)
+    node.play(two, LeasesChanged((_peer(2).subnets,), 8), 1.0)
     assert node.routes == {"10.5.3.0/24", "10.5.4.0/24"}
     assert node.kernel.observations == before
 
