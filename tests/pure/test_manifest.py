@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ from backends import AVAILABLE
 from flanneld.options import Options, parse
 from subnet.config import parse_network_config
 from subnet.kube.settings import KubeSettings, check
+from tests.support import programs
 
 pytestmark = pytest.mark.pure
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OBJECTS = list(yaml.safe_load_all((DEPLOY / "kube-flannel.yml").read_text()))
+KUBECTL = programs.find("kubectl")
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
 
@@ -125,11 +126,11 @@ def test_overlays_name_backends_that_this_version_has() -> None:
     assert {backend for _, _, backend in OVERLAYS.values()} <= set(AVAILABLE)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to build overlays")
+@pytest.mark.skipif(KUBECTL is None, reason="needs kubectl to build overlays")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays(overlay: str) -> None:
     built = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True, check=True
+        [KUBECTL or "", "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True, check=True
     )
     objects = list(yaml.safe_load_all(built.stdout))
     assert len(objects) == len(OBJECTS)
