@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -97,9 +97,12 @@ class Fault:
 class KubeApi:
     """The server and what it holds; a context manager."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None, listener: socket.socket | None = None) -> None:
-        self.tls, self.port, self.listener = tls, 0, listener
-        self.address = listener.getsockname()[0] if listener else "127.0.0.1"
+    def __init__(
+        self, tls: ssl.SSLContext | None = None, listen: Callable[[], socket.socket] | None = None, address: str = ""
+    ) -> None:
+        """``listen`` makes the listening socket, in another network namespace say; it is asked at each start."""
+        self.tls, self.port, self.listen = tls, 0, listen
+        self.address = address or "127.0.0.1"
         self.nodes: dict[str, Object] = {}
         self.pods: dict[str, Object] = {}
         self.requests: list[Seen] = []
@@ -227,12 +230,11 @@ class KubeApi:
     # -- server ---------------------------------------------------------------
 
     def start(self) -> KubeApi:
-        self._server = _Server((self.address, self.port), _handler(self), bind_and_activate=self.listener is None)
-        if self.listener is not None:
-            # Of another network namespace; it stays open, so that the server can be started again.
+        self._server = _Server((self.address, self.port), _handler(self), bind_and_activate=self.listen is None)
+        if self.listen is not None:
             self._server.socket.close()
-            self._server.socket = self.listener.dup()
-            self._server.server_address = self.listener.getsockname()
+            self._server.socket = self.listen()
+            self._server.server_address = self._server.socket.getsockname()
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="kube-api", daemon=True).start()
         return self

@@ -13,16 +13,14 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
 from tests.support.kube import PREFIX, KubeApi, node_annotations
+from tests.support.kube_lab import API_PORT, api_on, config_file, run_in_kube_mode
 from tests.support.kube_node import CONFIG, DUAL
-from tests.support.netns import listen_in
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
     pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd"),
 ]
-
-API_PORT = 6443
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def api(lab: Lab) -> Iterator[KubeApi]:
-    with listen_in(lab.switch.name, "192.0.2.254", API_PORT) as listener, KubeApi(listener=listener) as api:
+    with api_on(lab) as api:
         for number in (1, 2):
             api.node(f"h{number}", [f"10.5.{number}.0/24", f"fd05:0:0:{number}::/64"])
         yield api
@@ -46,19 +44,6 @@ def hosts(lab: Lab, api: KubeApi, tmp_path_factory: pytest.TempPathFactory) -> l
         run_in_kube_mode(host, api, path)
     lab.start()
     return lab.hosts
-
-
-def config_file(directory: Path, config: object) -> Path:
-    path = directory / "net-conf.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
-def run_in_kube_mode(host: Host, api: KubeApi, path: Path) -> None:
-    daemon = host.daemon
-    daemon.flags = (*daemon.flags, "--kube-subnet-mgr", f"--kube-api-url={api.url}", f"--net-config-path={path}")
-    daemon.env["NODE_NAME"] = host.name
-    daemon.env["EVENT_QUEUE_DEPTH"] = "5000"
 
 
 def test_containers_reach_each_other(lab: Lab, api: KubeApi, hosts: list[Host]) -> None:
@@ -173,7 +158,7 @@ MANY = 5_001
 
 @pytest.fixture
 def crowd(lab: Lab) -> Iterator[KubeApi]:
-    with listen_in(lab.switch.name, "192.0.2.254", API_PORT + 1) as listener, KubeApi(listener=listener) as api:
+    with api_on(lab, API_PORT + 1) as api:
         for number in range(1, MANY):
             high, low = divmod(number, 250)
             told = node_annotations(f"198.18.{high}.{low}", f"02:00:00:00:{high:02x}:{low:02x}")
