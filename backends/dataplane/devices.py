@@ -14,6 +14,8 @@ from subnet.errors import KernelError
 
 log = logging.getLogger(__name__)
 
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
 
 @dataclass(frozen=True, slots=True)
 class Mend:
@@ -113,6 +115,7 @@ class DeviceKeeper:
     def __init__(self, kernel: Kernel, *, tx_checksum: bool = True, new_mac: Callable[[], str] = random_mac) -> None:
         self._kernel, self._tx_checksum, self._new_mac = kernel, tx_checksum, new_mac
         self._checksum_refused: set[str] = set()
+        self._hearing: set[str] = set()
 
     def ensure(self, specs: Sequence[LinkSpec]) -> dict[str, Link]:
         """Return the devices by name, each as wanted and up. Raises KernelError naming the device."""
@@ -188,11 +191,8 @@ class DeviceKeeper:
         log.info("device %s created: %s mtu %d%s", spec.name, spec.tunnel, spec.mtu_bytes, address)
 
     def _settle(self, link: Link) -> None:
-        """What a device forgets: router advertisements stay unheard (they would let a container
-        redirect the host's traffic), and checksum offload is as the operator wants it."""
-        key = f"net/ipv6/conf/{link.name}/accept_ra"
-        if self._kernel.sysctl(key) not in (None, "0"):
-            self._kernel.set_sysctl(key, "0")
+        """What a device forgets: that router advertisements stay unheard, and what the operator wants of checksums."""
+        self._deafen(link.name)
         if self._tx_checksum or link.name in self._checksum_refused:
             return
         try:
@@ -201,6 +201,23 @@ class DeviceKeeper:
         except KernelError as error:
             self._checksum_refused.add(link.name)
             log.warning("%s", error)
+
+    def _deafen(self, name: str) -> None:
+        """Ignore router advertisements: they would let a container redirect the host's traffic."""
+        conf = f"net/ipv6/conf/{name}"
+        accepted = self._kernel.sysctl(f"{conf}/accept_ra")
+        if accepted in (None, "0"):
+            return
+        try:
+            self._kernel.set_sysctl(f"{conf}/accept_ra", "0")
+        except KernelError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            # In a container /proc/sys is read-only. Of 1, a device that forwards hears nothing either (ip-sysctl.rst).
+            heard = accepted == "2" or self._kernel.sysctl(f"{conf}/forwarding") != "1"
+            if heard and name not in self._hearing:
+                self._hearing.add(name)
+                log.warning("%s: containers could redirect this host's IPv6 traffic by router advertisements", error)
 
 
 def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> str | None:

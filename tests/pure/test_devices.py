@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from ipaddress import IPv4Address, ip_address
@@ -88,6 +89,7 @@ class FakeKernel:
         self.held = {link.name: link for link in links}
         self.next_index = 10
         self.sysctls = {"net/ipv6/conf/flannel.1/accept_ra": "1"}
+        self.sysctls_read_only = False
         self.offload = True
         self.offload_fixed = False
         self.calls: list[str] = []
@@ -134,6 +136,8 @@ class FakeKernel:
         return self.sysctls.get(key)
 
     def set_sysctl(self, key: str, value: str) -> None:
+        if self.sysctls_read_only:
+            raise KernelError("write", f"/proc/sys/{key}", errno.EROFS, "Read-only file system")
         self.sysctls[key] = value
 
     def set_tx_checksum(self, name: str, enabled: bool) -> bool:
@@ -202,6 +206,20 @@ def test_V14_router_advertisements_are_not_accepted() -> None:
     kernel = FakeKernel()
     DeviceKeeper(kernel).ensure([SPEC])
     assert kernel.sysctls["net/ipv6/conf/flannel.1/accept_ra"] == "0"
+
+
+@pytest.mark.parametrize(("accepted", "forwarding", "heard"), [("1", "1", 0), ("1", "0", 1), ("2", "1", 1)])
+def test_V14_container_whose_proc_sys_is_read_only(
+    accepted: str, forwarding: str, heard: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = FakeKernel()
+    kernel.sysctls_read_only = True
+    conf = "net/ipv6/conf/flannel.1"
+    kernel.sysctls = {f"{conf}/accept_ra": accepted, f"{conf}/forwarding": forwarding}
+    keeper = DeviceKeeper(kernel)
+    for _ in range(2):
+        assert "flannel.1" in keeper.ensure([SPEC])
+    assert [record.levelname for record in caplog.records if "accept_ra" in record.getMessage()] == ["WARNING"] * heard
 
 
 def test_V07_checksum_offload_is_switched_off_on_demand_and_after_a_rebuild() -> None:
