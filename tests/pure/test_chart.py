@@ -234,7 +234,11 @@ def test_arguments_resources_and_where_it_runs() -> None:
 @pytest.mark.parametrize(("backend", "privileged"), [("vxlan", False), ("wireguard", False), ("udp", True)])
 def test_privileged_only_where_a_device_file_is_opened(backend: str, privileged: bool) -> None:
     context = main(flannel(backend=backend))["securityContext"]
-    assert context == {"privileged": privileged, "capabilities": {"add": ["NET_ADMIN", "NET_RAW"]}}
+    assert context == {
+        "privileged": privileged,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN", "NET_RAW"]},
+    }
 
 
 def rights(role: Any) -> set[tuple[str, str, str]]:

@@ -29,6 +29,7 @@ def the(kind: str, objects: list[Any] = OBJECTS) -> Any:
 
 POD = the("DaemonSet")["spec"]["template"]
 (FLANNELD,) = POD["spec"]["containers"]
+RIGHTS = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN", "NET_RAW"]}}
 INIT = {container["name"]: container for container in POD["spec"]["initContainers"]}
 
 
@@ -80,7 +81,7 @@ def test_files_are_where_they_are_looked_for() -> None:
 
 def test_rights_to_the_network_and_no_more() -> None:
     assert POD["spec"]["hostNetwork"] is True
-    assert FLANNELD["securityContext"] == {"privileged": False, "capabilities": {"add": ["NET_ADMIN", "NET_RAW"]}}
+    assert FLANNELD["securityContext"] == {"privileged": False, **RIGHTS}
     assert the("Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
 
 
@@ -103,6 +104,18 @@ def test_image_is_this_version() -> None:
 
     images = {container["image"] for container in (FLANNELD, *INIT.values())}
     assert images == {f"flanneld:{__version__}"}
+
+
+def test_image_has_what_manifests_run() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    assert "ARG BASE=debian:12-slim" in lines
+    assert [line.split()[1] for line in lines if line.startswith("FROM ")] == ["${BASE}"] * 2
+    copied = [word for line in lines if line.startswith("COPY --chmod") for word in line.split()[2:-1]]
+    linked = next(line for line in lines if line.startswith("RUN ln -s ")).split()[3:-1]
+    assert all((DEPLOY.parent / name).is_file() for name in copied)
+    there = {f"/opt/bin/{Path(name).name}" for name in (*copied, *linked)}
+    # Upstream's manifest runs the second one.
+    assert {FLANNELD["command"][0], "/opt/bin/install-conf", INIT["install-cni"]["command"][0]} <= there
 
 
 OVERLAYS: dict[str, tuple[tuple[int, ...], bool, str]] = {
@@ -143,5 +156,5 @@ def test_overlays(overlay: str) -> None:
     container = the("DaemonSet", objects)["spec"]["template"]["spec"]["containers"][0]
     context = container["securityContext"]
     assert context.pop("privileged") is (overlay == "udp")
-    assert context == {"capabilities": {"add": ["NET_ADMIN", "NET_RAW"]}}
+    assert context == RIGHTS
     assert {**container, "securityContext": {}} == {**FLANNELD, "securityContext": {}}
