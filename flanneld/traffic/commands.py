@@ -6,6 +6,7 @@ installed iptables. The legacy variant is spoken this way where libiptc is missi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from flanneld.traffic.lock import WAIT_S, default_path, xtables_lock
+from flanneld.traffic.nft_chains import read_chains
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.render import Saved, TablePlan, parse_save, restore_text
+from flanneld.traffic.rules import RuleSet
 from flanneld.traffic.runner import Runner
 from subnet.clock import Clock
-from subnet.errors import RuleError
+from subnet.errors import KernelError, RuleError
 from subnet.model import Family
+
+log = logging.getLogger(__name__)
 
 Version = tuple[int, ...]
 
@@ -52,7 +57,7 @@ class Tools:
 
 
 class CommandFirewall:
-    """A variant through its programs: one process per read, one per write."""
+    """A variant through its programs: one process per read, one per write, and none per look in the nft variant."""
 
     def __init__(self, tools: Tools, runner: Runner, clock: Clock) -> None:
         self.tools, self.runner, self.clock = tools, runner, clock
@@ -69,6 +74,18 @@ class CommandFirewall:
         if done.rc:
             raise RuleError(f"{self._name(self.tools.save, family)} failed ({done.rc}): {_one_line(done.err)}")
         return parse_save(done.out)
+
+    def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
+        """Return at least the chains of ``wanted`` and what jumps to them. Raises RuleError."""
+        if self.tools.variant == "nft":
+            try:
+                found = read_chains(family, wanted)
+            except KernelError as e:
+                log.debug("chains cannot be read one by one: %s", e)
+            else:
+                if found is not None:
+                    return found
+        return self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
         """Carry out the plans in one restore. Raises RuleError with the offending lines."""

@@ -50,7 +50,7 @@ class Converger:
         cannot fail for that reason.
         """
         wanted = self._decide(policy, family)
-        saved = self.firewall.read(family)
+        saved = self.firewall.look(family, wanted)
         self._report_hidden(hidden_jumps(saved, wanted), family)
         plans = diff(saved, wanted)
         if not plans:
@@ -62,7 +62,7 @@ class Converger:
             self.reporter.problem(f"batch IPv{family}", str(e))
             self._learn(e)
             wanted = self._decide(policy, family)
-            plans = diff(self.firewall.read(family), wanted, delete=False)
+            plans = diff(self.firewall.look(family, wanted), wanted, delete=False)
             if not plans:
                 raise
             self._apply(plans, family)

@@ -28,7 +28,7 @@ VARIANTS: tuple[Variant, Variant] = ("nft", "legacy")
 _VARIANTS_SINCE: Version = (1, 8)
 """Before this version there was only what is now called legacy."""
 
-_SHARED_QUIET_S = 0.2
+_SHARED_QUIET_S = 0.1
 """For rules next to those of others. Who flushes chains one command after the other removes them next;
 a jump that came back in between would make that fail."""
 _OWN_QUIET_S = 0.02

@@ -110,14 +110,15 @@ def _decode_rule(entry: bytes, target: str, layout: _Layout) -> Rule | None:
             "destination_inverted": bool(inverted & _INVERT_DESTINATION),
         }
         for name, revision, data in _extensions(entry[layout.header_bytes : target_offset]):
-            found.update(_decode_match(name, revision, data))
+            found.update(decode_match(name, revision, data))
         found.update(_decode_target(entry[target_offset:], target, layout))
     except ValueError:
         return None
     return Rule(**found)  # type: ignore[arg-type]
 
 
-def _decode_match(name: str, revision: int, data: bytes) -> dict[str, object]:
+def decode_match(name: str, revision: int, data: bytes) -> dict[str, object]:
+    """Return the fields of ``Rule`` that a match extension says. Raises ValueError if it says anything else."""
     if name == "comment" and revision == 0:
         return {"comment": _until_nul(data)}
     if name == "mark" and revision == _MARK_REVISION:
@@ -130,16 +131,21 @@ def _decode_match(name: str, revision: int, data: bytes) -> dict[str, object]:
 def _decode_target(extension: bytes, target: str, layout: _Layout) -> dict[str, object]:
     ((name, _, data),) = _extensions(extension)
     if name == "MASQUERADE":
-        return {"target": name, "random_fully": _decode_masquerade(data[: layout.masquerade.size], layout)}
+        return {"target": name, "random_fully": _fully(data, layout)}
     # A standard target has no name of its own here; without a verdict it only counts packets.
     if name not in {"", "REJECT"} or not target:
         raise ValueError(name)
     return {"target": target}
 
 
-def _decode_masquerade(data: bytes, layout: _Layout) -> bool:
+def decode_masquerade(data: bytes, family: Family) -> bool:
+    """Return whether a MASQUERADE with these data is --random-fully. Raises ValueError if it says anything else."""
+    return _fully(data, _LAYOUTS[family])
+
+
+def _fully(data: bytes, layout: _Layout) -> bool:
     for fully in (False, True):
-        if data == _masquerade_range(fully, layout):
+        if data[: layout.masquerade.size] == _masquerade_range(fully, layout):
             return fully
     raise ValueError("a range")
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 1.0
 _RETRY_FIRST_S, _RETRY_CEILING_S = 0.2, 10.0
 _CLEANUP_TIMEOUT_S = 1.0
-_QUIET_AT_LAST = 3.0
+_QUIET_AT_LAST = 2.0
 """Changes that never pause are answered after this many quiet times."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from flanneld.traffic.entry import decode, encode, for_deletion
 from flanneld.traffic.lock import default_path, xtables_lock
 from flanneld.traffic.render import Saved, TablePlan
+from flanneld.traffic.rules import RuleSet
 from subnet.clock import Clock
 from subnet.errors import RuleError
 from subnet.model import Family
@@ -64,6 +65,10 @@ class LegacyFirewall:
     def read(self, family: Family) -> Saved:
         """Return what the tables hold; one that does not exist is not made. Raises RuleError."""
         return Saved({name: self._read_table(family, name) for name in TABLES if name in existing_tables(family)})
+
+    def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
+        """Return what the tables hold. Raises RuleError."""
+        return self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
         """Carry out the plans under the xtables lock, one commit per table. Raises RuleError."""

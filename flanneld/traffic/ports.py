@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from flanneld.traffic.render import Saved, TablePlan
-from flanneld.traffic.rules import TrafficPolicy
+from flanneld.traffic.rules import RuleSet, TrafficPolicy
 from subnet.model import Family
 
 Variant = Literal["nft", "legacy"]
@@ -58,6 +58,10 @@ class Firewall(Protocol):
 
     def read(self, family: Family) -> Saved:
         """Return what the family's tables nat and filter hold. Raises RuleError."""
+        ...
+
+    def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
+        """Return at least the chains of ``wanted`` and all that jumps to them, cheaply. Raises RuleError."""
         ...
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:

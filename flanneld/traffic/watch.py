@@ -1,84 +1,54 @@
-"""Notice changes of nf_tables rules without asking a program.
-
-Source: linux/netfilter/nf_tables.h, linux/netfilter/nfnetlink.h, netlink(7).
-"""
+"""Notice changes of nf_tables rules without asking a program."""
 
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import struct
 from collections.abc import Iterator
 
+from flanneld.traffic.nfnetlink import (
+    DEL_CHAIN,
+    DEL_RULE,
+    DEL_TABLE,
+    GET_GENERATION,
+    NEW_CHAIN,
+    NEW_GENERATION,
+    NEW_RULE,
+    NEW_TABLE,
+    RECEIVE_BYTES,
+    Questions,
+    messages,
+    open_socket,
+)
+from flanneld.traffic.nft_entry import jumps
 from flanneld.traffic.ports import Interest
 from subnet.errors import KernelError
 
-_NETLINK_NETFILTER = 12
 _GROUP_NFTABLES = 7
-_SUBSYSTEM_NFTABLES = 10
 
-_NEW_TABLE, _DEL_TABLE = 0, 2
-_NEW_CHAIN, _DEL_CHAIN = 3, 5
-_NEW_RULE, _DEL_RULE = 6, 8
-_NEW_GENERATION, _GET_GENERATION = 15, 16
-_TABLES = frozenset({_NEW_TABLE, _DEL_TABLE})
-_GENERATIONS = frozenset({_NEW_GENERATION, _GET_GENERATION})
+_TABLES = frozenset({NEW_TABLE, DEL_TABLE})
+_GENERATIONS = frozenset({NEW_GENERATION, GET_GENERATION})
 
-_ATTR_GENERATION = 1
-_ATTR_TABLE = 1
-_ATTR_NAME_OF_CHAIN: dict[int, int] = {_NEW_CHAIN: 3, _DEL_CHAIN: 3, _NEW_RULE: 2, _DEL_RULE: 2}
-
-_REQUEST = 1
-_HEADER = struct.Struct("=IHHII")
-_NFGEN = struct.Struct("=BBH")
-_ATTR = struct.Struct("=HH")
-_ATTR_TYPE_MASK = 0x3FFF
-
-_RECEIVE_BYTES = 1 << 18
-_ANSWER_TIMEOUT_S = 2.0
+_ATTR_TABLE, _ATTR_EXPRESSIONS = 1, 4
+_ATTR_NAME_OF_CHAIN: dict[int, int] = {NEW_CHAIN: 3, DEL_CHAIN: 3, NEW_RULE: 2, DEL_RULE: 2}
 
 
-def messages(data: bytes) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """Yield (nf_tables message type, attributes) of each nf_tables message in a datagram."""
-    while len(data) >= _HEADER.size:
-        length, kind, _, _, _ = _HEADER.unpack_from(data)
-        if length < _HEADER.size:
-            return
-        if kind >> 8 == _SUBSYSTEM_NFTABLES:
-            yield kind & 0xFF, attributes(data[_HEADER.size + _NFGEN.size : length])
-        data = data[_aligned(length) :]
-
-
-def attributes(data: bytes) -> dict[int, bytes]:
-    """Return the top-level attributes by type, values without their padding."""
-    found: dict[int, bytes] = {}
-    while len(data) >= _ATTR.size:
-        length, kind = _ATTR.unpack_from(data)
-        if length < _ATTR.size:
-            break
-        found[kind & _ATTR_TYPE_MASK] = data[_ATTR.size : length]
-        data = data[_aligned(length) :]
-    return found
-
-
-def subject(kind: int, attrs: dict[int, bytes]) -> tuple[str, str | None] | None:
-    """Return table and chain that a message is about, as ``Interest`` takes them; None if about none."""
+def subjects(kind: int, attrs: dict[int, bytes]) -> Iterator[tuple[str, str | None]]:
+    """Yield table and chain that a message is about, as ``Interest`` takes them: a new rule also about its targets."""
     if kind in _GENERATIONS:
-        return None
+        return
+    table = _text(attrs, _ATTR_TABLE)
     if kind in _ATTR_NAME_OF_CHAIN:
-        chain: str | None = _text(attrs, _ATTR_NAME_OF_CHAIN[kind])
+        yield table, _text(attrs, _ATTR_NAME_OF_CHAIN[kind])
     else:
-        chain = "" if kind in _TABLES else None
-    return _text(attrs, _ATTR_TABLE), chain
+        yield table, "" if kind in _TABLES else None
+    if kind == NEW_RULE:
+        for chain in jumps(attrs.get(_ATTR_EXPRESSIONS, b"")):
+            yield table, chain
 
 
 def _text(attrs: dict[int, bytes], kind: int) -> str:
     return attrs.get(kind, b"").rstrip(b"\0").decode(errors="replace")
-
-
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
 
 
 class Generations:
@@ -88,32 +58,18 @@ class Generations:
     """
 
     def __init__(self) -> None:
-        self._sequence = 0
-        self._socket = _open(0)
-        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        self._questions = Questions()
         if self.number() is None:
             self.close()
             raise KernelError("watch", "nf_tables", errno.EOPNOTSUPP, "the kernel does not answer")
 
     def number(self) -> int | None:
         """Return the number the kernel increments with every committed change, None if it does not say."""
-        kind = _SUBSYSTEM_NFTABLES << 8 | _GET_GENERATION
-        self._sequence += 1
-        request = _HEADER.pack(_HEADER.size + _NFGEN.size, kind, _REQUEST, self._sequence, 0)
-        try:
-            self._socket.send(request + _NFGEN.pack(socket.AF_UNSPEC, 0, 0))
-            answer = self._socket.recv(_RECEIVE_BYTES)
-            # An answer that came too late for its own question is not the one to this.
-            while _HEADER.unpack_from(answer)[3] != self._sequence:
-                answer = self._socket.recv(_RECEIVE_BYTES)
-        except OSError:
-            return None
-        found = [attrs[_ATTR_GENERATION] for kind, attrs in messages(answer) if kind == _NEW_GENERATION]
-        return int.from_bytes(found[0], "big") if found else None
+        return self._questions.generation()
 
     def close(self) -> None:
         """Give back the socket."""
-        self._socket.close()
+        self._questions.close()
 
 
 class NftWatch:
@@ -123,7 +79,7 @@ class NftWatch:
     """
 
     def __init__(self) -> None:
-        self._events = _open(1 << (_GROUP_NFTABLES - 1))
+        self._events = open_socket(1 << (_GROUP_NFTABLES - 1))
         try:
             self._generations = Generations()
         except KernelError:
@@ -139,7 +95,7 @@ class NftWatch:
         concerned = False
         while True:
             try:
-                data = self._events.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                data = self._events.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return concerned
             except OSError as e:
@@ -147,8 +103,10 @@ class NftWatch:
                     raise KernelError("read notifications of", "nf_tables", e.errno or 0, str(e)) from e
                 concerned = True
                 continue
-            subjects = (subject(kind, attrs) for kind, attrs in messages(data))
-            concerned = concerned or any(about is not None and interest(*about) for about in subjects)
+            # Once concerned, the rest only has to be taken away.
+            concerned = concerned or any(
+                interest(*about) for kind, attrs in messages(data) for about in subjects(kind, attrs)
+            )
 
     def generation(self) -> int | None:
         """Return the number the kernel increments with every committed change, None if it does not say."""
@@ -158,15 +116,3 @@ class NftWatch:
         """Give back both sockets."""
         self._events.close()
         self._generations.close()
-
-
-def _open(groups: int) -> socket.socket:
-    sock = None
-    try:
-        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
-        sock.bind((0, groups))
-    except OSError as e:
-        if sock is not None:
-            sock.close()
-        raise KernelError("watch", "nf_tables", e.errno or 0, os.strerror(e.errno or 0)) from e
-    return sock

@@ -72,6 +72,8 @@ DAMAGE = [
     "-F FORWARD;-F FLANNEL-FWD;-X FLANNEL-FWD",
     "-t nat -I FLANNEL-POSTRTG -j ACCEPT",
     "-A FORWARD -j FLANNEL-FWD;-A INPUT -s 10.8.0.0/16 -g FLANNEL-FWD",
+    "-A INPUT -s 10.8.0.0/16 -g FLANNEL-FWD",
+    "-I FORWARD -p udp -j FLANNEL-FWD",
 ]
 
 

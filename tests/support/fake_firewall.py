@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from flanneld.traffic.ports import Interest
 from flanneld.traffic.render import Saved, TablePlan, restore_text
+from flanneld.traffic.rules import RuleSet
 from subnet.errors import KernelError, RuleError
 from subnet.model import Family
 from tests.support.restore import RestoreError, Tables, restore
@@ -34,6 +35,9 @@ class FakeFirewall:
         self.reads += 1
         held = self.tables[family]
         return Saved({t: {c: tuple(rules) for c, rules in chains.items()} for t, chains in held.items()})
+
+    def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
+        return self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
         text = restore_text(plans)
