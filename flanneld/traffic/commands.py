@@ -77,15 +77,13 @@ class CommandFirewall:
 
     def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
         """Return at least the chains of ``wanted`` and what jumps to them. Raises RuleError."""
+        found = None
         if self.tools.variant == "nft":
             try:
                 found = read_chains(family, wanted)
             except KernelError as e:
                 log.debug("chains cannot be read one by one: %s", e)
-            else:
-                if found is not None:
-                    return found
-        return self.read(family)
+        return found if found is not None else self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
         """Carry out the plans in one restore. Raises RuleError with the offending lines."""

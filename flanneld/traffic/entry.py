@@ -11,9 +11,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Final
 
+from flanneld.traffic.look import OPAQUE
 from flanneld.traffic.render import rule_text
 from flanneld.traffic.rules import Rule
 from subnet.model import Family, IPNetwork
@@ -30,7 +32,8 @@ _INVERT_DESTINATION: Final = 0x10
 _RANDOM_FULLY: Final = 0x10
 _MARK_REVISION: Final = 1
 _FLAGS: Final = 3
-"""Place of the flags among the values of ``_Layout.rest``."""
+_TARGET_OFFSET: Final = 6
+"""Places among the values of ``_Layout.rest``; the length of the entry follows the latter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +77,37 @@ def encode(rule: Rule, family: Family) -> bytes:
 def decode(entry: bytes, target: str, family: Family) -> str:
     """Return the entry as iptables-save prints it if it says only what ``Rule`` can say.
 
-    Any other reads ``-m opaque -j TARGET``, whatever it says: those that have
-    to go are jumps to our chains, and then all that read so have to.
+    Any other reads ``-m opaque -j TARGET``, or ``-m opaque`` without a target,
+    whatever it says: those that have to go are jumps to our chains, and then all
+    that read so have to.
     ``target`` is the name libiptc gives.
     """
+    end = _LAYOUTS[family].header_bytes
+    return _decode(entry[: end - _COUNTERS_BYTES] + bytes(_COUNTERS_BYTES) + entry[end:], target, family)
+
+
+@lru_cache(maxsize=1024)
+def _decode(entry: bytes, target: str, family: Family) -> str:
     layout = _LAYOUTS[family]
     rule = _decode_rule(entry, target, layout)
     if rule is not None:
         return rule_text(rule)
+    if not target:
+        return OPAQUE
     flags = layout.rest.unpack_from(entry, layout.addresses.size)[_FLAGS]
-    return f"-m opaque {'-g' if flags & layout.goto else '-j'} {target}"
+    return f"{OPAQUE} {'-g' if flags & layout.goto else '-j'} {target}"
+
+
+def sizes(table: bytes, at: int, family: Family) -> tuple[int, int]:
+    """Return how far into the entry at this place its target stands, and how long it is."""
+    layout = _LAYOUTS[family]
+    values = layout.rest.unpack_from(table, at + layout.addresses.size)
+    return values[_TARGET_OFFSET], values[_TARGET_OFFSET + 1]
 
 
 def for_deletion(entry: bytes, target: str, family: Family) -> bytes:
     """Return an entry that was read in the form libiptc wants it in: with the target's name, which the kernel omits."""
-    layout = _LAYOUTS[family]
-    offset = layout.rest.unpack_from(entry, layout.addresses.size)[6]
+    offset, _ = sizes(entry, 0, family)
     size, _, revision = _EXTENSION.unpack_from(entry, offset)
     return entry[:offset] + _EXTENSION.pack(size, target.encode(), revision) + entry[offset + _EXTENSION.size :]
 

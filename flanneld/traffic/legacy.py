@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from flanneld.traffic.entry import decode, encode, for_deletion
+from flanneld.traffic.legacy_chains import read_chains
 from flanneld.traffic.lock import default_path, xtables_lock
 from flanneld.traffic.render import Saved, TablePlan
 from flanneld.traffic.rules import RuleSet
 from subnet.clock import Clock
-from subnet.errors import RuleError
+from subnet.errors import KernelError, RuleError
 from subnet.model import Family
+
+log = logging.getLogger(__name__)
 
 TABLES = ("nat", "filter")
 
@@ -67,8 +71,13 @@ class LegacyFirewall:
         return Saved({name: self._read_table(family, name) for name in TABLES if name in existing_tables(family)})
 
     def look(self, family: Family, wanted: Sequence[RuleSet]) -> Saved:
-        """Return what the tables hold. Raises RuleError."""
-        return self.read(family)
+        """Return at least the chains of ``wanted`` and what jumps to them. Raises RuleError."""
+        try:
+            found = read_chains(family, wanted, existing_tables(family))
+        except KernelError as e:
+            log.debug("chains cannot be read one by one: %s", e)
+            found = None
+        return found if found is not None else self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
         """Carry out the plans under the xtables lock, one commit per table. Raises RuleError."""

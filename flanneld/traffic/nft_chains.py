@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
+from flanneld.traffic.look import Look
 from flanneld.traffic.nfnetlink import GET_CHAIN, GET_RULE, Questions, text_attribute
-from flanneld.traffic.nft_entry import decode, is_opaque
-from flanneld.traffic.render import Saved, target_of
+from flanneld.traffic.nft_entry import decode
+from flanneld.traffic.render import Saved
 from flanneld.traffic.rules import RuleSet
 from subnet.model import Family
 
 _PROTOCOL: Mapping[Family, int] = {4: 2, 6: 10}
 _TABLE, _CHAIN_OF_RULE, _EXPRESSIONS = 1, 2, 4
 _NAME, _USE = 3, 6
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Chains of one table. ``uses``: rules of a chain and jumps to it, together, as the kernel counts them."""
-
-    chains: Mapping[str, tuple[str, ...]]
-    uses: Mapping[str, int]
-
-    def tells_all(self, rules: RuleSet) -> bool:
-        """Whether a difference from ``rules`` can be decided on this look alone.
-
-        Not if a rule of ours or a jump to us says more than could be read, or
-        if chains that were not looked at jump to ours.
-        """
-        ours, hook = self.chains.get(rules.chain, ()), self.chains.get(rules.hook, ())
-        here = [text for text in hook if target_of(text) == rules.chain]
-        if any(is_opaque(text) for text in (*ours, *here)):
-            return False
-        return self.uses.get(rules.chain, 0) == len(ours) + len(here)
 
 
 def read_chains(family: Family, wanted: Sequence[RuleSet]) -> Saved | None:
@@ -54,13 +34,14 @@ def read_chains(family: Family, wanted: Sequence[RuleSet]) -> Saved | None:
 
 def _look(questions: Questions, family: Family, rules: RuleSet) -> Look:
     chains: dict[str, tuple[str, ...]] = {}
-    uses: dict[str, int] = {}
+    jumps: dict[str, int] = {}
     for name in (rules.chain, rules.hook):
         table = text_attribute(_TABLE, rules.table)
         for said in questions.ask(GET_CHAIN, _PROTOCOL[family], table + text_attribute(_NAME, name)):
-            uses[name] = int.from_bytes(said[_USE], "big")
             chains[name] = _rules(questions, family, table, name)
-    return Look(chains, uses)
+            # The kernel counts a chain's rules and the jumps to it together.
+            jumps[name] = int.from_bytes(said[_USE], "big") - len(chains[name])
+    return Look(chains, jumps)
 
 
 def _rules(questions: Questions, family: Family, table: bytes, chain: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from flanneld.traffic.entry import decode_masquerade, decode_match
+from flanneld.traffic.look import OPAQUE
 from flanneld.traffic.nfnetlink import attribute_list, attributes
 from flanneld.traffic.render import rule_text
 from flanneld.traffic.rules import Rule
@@ -51,12 +52,7 @@ def decode(expressions: bytes, family: Family) -> str:
         return rule_text(Rule(**reading.found))  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError, struct.error):
         target = next(iter(jumps(expressions)), "")
-        return f"-m opaque -j {target}" if target else "-m opaque"
-
-
-def is_opaque(text: str) -> bool:
-    """Whether a text of ``decode`` does not say all that the rule does."""
-    return text.startswith("-m opaque")
+        return f"{OPAQUE} -j {target}" if target else OPAQUE
 
 
 def jumps(expressions: bytes) -> Iterator[str]:

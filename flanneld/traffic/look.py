@@ -1,0 +1,35 @@
+"""What a look at a few chains can tell. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flanneld.traffic.render import target_of
+from flanneld.traffic.rules import RuleSet
+
+OPAQUE = "-m opaque"
+"""How a rule begins that says more than ``Rule`` can."""
+
+
+def is_opaque(text: str) -> bool:
+    """Whether a text does not say all that the rule does."""
+    return text.startswith(OPAQUE)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Some chains of one table. ``jumps``: how many jumps to a chain there are in all of the table."""
+
+    chains: Mapping[str, tuple[str, ...]]
+    jumps: Mapping[str, int]
+
+    def tells_all(self, rules: RuleSet) -> bool:
+        """Whether a difference from ``rules`` can be decided on this look alone.
+
+        Not if a rule of ours or a jump to us says more than could be read, or
+        if chains that were not looked at jump to ours.
+        """
+        ours, hook = self.chains.get(rules.chain, ()), self.chains.get(rules.hook, ())
+        here = [text for text in hook if target_of(text) == rules.chain]
+        return not any(is_opaque(text) for text in (*ours, *here)) and self.jumps.get(rules.chain, 0) == len(here)
