@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flanneld.traffic.diff import diff, hidden_jumps
+from flanneld.traffic.diff import diff
 from flanneld.traffic.ports import Firewall
 from flanneld.traffic.render import TablePlan
 from flanneld.traffic.rules import RuleSet, TrafficPolicy, decide
@@ -50,9 +50,7 @@ class Converger:
         cannot fail for that reason.
         """
         wanted = self._decide(policy, family)
-        saved = self.firewall.look(family, wanted)
-        self._report_hidden(hidden_jumps(saved, wanted), family)
-        plans = diff(saved, wanted)
+        plans = diff(self.firewall.look(family, wanted), wanted)
         if not plans:
             self.reporter.solved(f"batch IPv{family}", f"IPv{family} rules are as wanted after a failed batch")
             return False
@@ -84,10 +82,3 @@ class Converger:
             log.warning(
                 "%s refuses --random-fully: source ports of masqueraded packets are less random", self.firewall.name
             )
-
-    def _report_hidden(self, sentences: list[str], family: Family) -> None:
-        topic = f"hidden IPv{family}"
-        if sentences:
-            self.reporter.problem(topic, "; ".join(sentences))
-        else:
-            self.reporter.solved(topic, f"IPv{family}: packets reach the forward rules again")

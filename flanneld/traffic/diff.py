@@ -15,6 +15,9 @@ from flanneld.traffic.rules import Rule, RuleSet
 
 Chains = Mapping[str, tuple[str, ...]]
 
+_LAST_WORDS: Mapping[str, frozenset[str]] = {"nat": frozenset({"ACCEPT"}), "filter": frozenset({"REJECT", "DROP"})}
+"""Without a condition, these keep packets from a jump behind them that does something else."""
+
 
 def diff(saved: Saved, wanted: Iterable[RuleSet], *, delete: bool = True) -> tuple[TablePlan, ...]:
     """Return the changes that make the tables hold what is wanted, none if they do.
@@ -27,15 +30,6 @@ def diff(saved: Saved, wanted: Iterable[RuleSet], *, delete: bool = True) -> tup
     return tuple(plan for plan in plans if plan.summary)
 
 
-def hidden_jumps(saved: Saved, wanted: Iterable[RuleSet]) -> list[str]:
-    """Return one sentence for each jump that no packet reaches because of a catch-all before it."""
-    return [
-        f"the jump to {rules.chain} in {rules.hook} stands behind a rule that rejects everything"
-        for rules in wanted
-        if rules.rules and _is_hidden(saved.chains(rules.table).get(rules.hook, ()), rules.jump)
-    ]
-
-
 def _table_plan(chains: Chains, rules: RuleSet, delete: bool) -> TablePlan:
     surplus = _Surplus.find(chains, rules) if delete else _Surplus()
     hook = _without(chains.get(rules.hook, ()), [text for chain, text in surplus.texts if chain == rules.hook])
@@ -44,7 +38,7 @@ def _table_plan(chains: Chains, rules: RuleSet, delete: bool) -> TablePlan:
     drop = delete and not rules.rules and rules.chain in chains
     summary = [content] if content else []
     if jump_missing:
-        summary.append(f"added jump from {rules.hook} to {rules.chain} in {rules.table}")
+        summary.append(f"added jump from {rules.hook} to {rules.chain} in {rules.table}{_before(hook, rules)}")
     summary.extend(surplus.summary)
     if drop:
         summary.append(f"removed chain {rules.chain} from {rules.table}")
@@ -55,7 +49,7 @@ def _table_plan(chains: Chains, rules: RuleSet, delete: bool) -> TablePlan:
         table=rules.table,
         build=build,
         delete=surplus.texts,
-        add=((rules.hook, _place(hook), rules.jump),) if jump_missing else (),
+        add=((rules.hook, _place(hook, rules), rules.jump),) if jump_missing else (),
         drop=(rules.chain,) if drop else (),
         summary=tuple(summary),
     )
@@ -98,32 +92,36 @@ def _surplus_jumps(chains: Chains, rules: RuleSet) -> Iterator[tuple[str, str]]:
         if chain == rules.chain:
             continue
         jumps = [text for text in texts if rules.chain in text and target_of(text) == rules.chain]
-        if chain == rules.hook and rules.rules and (kept := _kept_jump(texts, rules.jump)) is not None:
+        if chain == rules.hook and rules.rules and (kept := _kept_jump(texts, rules)) is not None:
             # Deletion takes the first that reads so, hence of equal ones the last is kept.
             jumps.remove(texts[kept])
         yield from ((chain, text) for text in jumps)
 
 
-def _kept_jump(hook: tuple[str, ...], jump: Rule) -> int | None:
+def _kept_jump(hook: tuple[str, ...], rules: RuleSet) -> int | None:
     """Return where the jump stands that is to stay: the last one, None if all have to go.
 
-    A single one stays even where no packet reaches it: who put a catch-all
-    before it did so on purpose. Of several, that one is no choice.
+    One that no packet reaches is of no use; a new one then goes to its place.
     """
-    places = [i for i, text in enumerate(hook) if parse_rule(text) == jump]
-    if len(places) > 1 and any(is_catch_all(text) for text in hook[: places[-1]]):
-        return None
-    return places[-1] if places else None
+    places = [i for i, text in enumerate(hook) if parse_rule(text) == rules.jump]
+    end = _end(hook, rules)
+    return places[-1] if places and (end is None or places[-1] < end) else None
 
 
-def _is_hidden(hook: tuple[str, ...], jump: Rule) -> bool:
-    kept = _kept_jump(hook, jump)
-    return kept is not None and any(is_catch_all(text) for text in hook[:kept])
+def _end(hook: tuple[str, ...], rules: RuleSet) -> int | None:
+    """Return the place of the rule nothing gets past, None if there is none."""
+    return next((i for i, text in enumerate(hook) if is_catch_all(text, _LAST_WORDS[rules.table])), None)
 
 
-def _place(hook: tuple[str, ...]) -> int | None:
-    """Return where a new jump goes: before the rule nothing gets past, else to the end (None)."""
-    return next((i for i, text in enumerate(hook, 1) if is_catch_all(text)), None)
+def _place(hook: tuple[str, ...], rules: RuleSet) -> int | None:
+    """Return where a new jump goes, from 1: before the rule nothing gets past, else to the end (None)."""
+    end = _end(hook, rules)
+    return None if end is None else end + 1
+
+
+def _before(hook: tuple[str, ...], rules: RuleSet) -> str:
+    end = _end(hook, rules)
+    return "" if end is None else f", before the rule {hook[end]}"
 
 
 def _without(texts: tuple[str, ...], gone: list[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import ip_network
@@ -15,7 +15,7 @@ from subnet.model import IPNetwork
 _QUOTED = re.compile(r"[^A-Za-z0-9_.\-/=,:@+]")
 _WORD = re.compile(r'"((?:\\.|[^"\\])*)"|(\S+)')
 _ESCAPE = re.compile(r"\\(.)")
-_CATCH_ALL = re.compile(r'(-m comment --comment ("(\\.|[^"\\])*"|\S+) )?-j (REJECT|DROP)\b')
+_UNCONDITIONAL = re.compile(r'(-m comment --comment ("(\\.|[^"\\])*"|\S+) )?-j (\w+)\b')
 _INCOMPATIBLE = re.compile(r"^# Table `(\w+)' is incompatible", re.MULTILINE)
 
 
@@ -137,9 +137,10 @@ def target_of(text: str) -> str:
     return next(words)[1] if jump else ""
 
 
-def is_catch_all(text: str) -> bool:
-    """Whether no packet gets past this rule: REJECT or DROP without any condition."""
-    return _CATCH_ALL.match(text) is not None
+def is_catch_all(text: str, verdicts: Collection[str] = ("REJECT", "DROP")) -> bool:
+    """Whether no packet gets past this rule: one of the verdicts without any condition."""
+    found = _UNCONDITIONAL.match(text)
+    return found is not None and found[4] in verdicts
 
 
 def parse_save(text: str) -> Saved:
