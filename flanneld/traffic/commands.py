@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from flanneld.traffic.lock import WAIT_S, default_path, xtables_lock
+from flanneld.traffic.lock import WAIT_S, LockHeld, default_path, xtables_lock
 from flanneld.traffic.nft_chains import read_chains
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.render import Saved, TablePlan, parse_save, restore_text
@@ -95,7 +95,8 @@ class CommandFirewall:
             done = self.runner.run(argv, text)
         if done.rc:
             name = self._name(self.tools.restore, family)
-            raise RuleError(f"{name} failed ({done.rc}): {explain(done.err, text)}")
+            kind = LockHeld if "xtables lock" in done.err else RuleError
+            raise kind(f"{name} failed ({done.rc}): {explain(done.err, text)}")
 
     def _lock(self) -> AbstractContextManager[None]:
         if self.tools.variant == "legacy" and not self.tools.restore_waits:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flanneld.traffic.diff import diff
+from flanneld.traffic.lock import LockHeld
 from flanneld.traffic.ports import Firewall
 from flanneld.traffic.render import TablePlan
 from flanneld.traffic.rules import RuleSet, TrafficPolicy, decide
@@ -56,6 +57,8 @@ class Converger:
             return False
         try:
             self._apply(plans, family)
+        except LockHeld:
+            raise
         except RuleError as e:
             self.reporter.problem(f"batch IPv{family}", str(e))
             self._learn(e)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from flanneld.traffic.detect import Host, Signs, open_host, signs
 from flanneld.traffic.hostcheck import TOPICS, HostCheck
+from flanneld.traffic.lock import LockHeld
 from flanneld.traffic.ports import Watch
 from flanneld.traffic.rules import TrafficPolicy
 from flanneld.traffic.runner import Runner
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
 _RETRY_FIRST_S, _RETRY_CEILING_S = 0.2, 10.0
+_LOCK_RETRY_S = 0.1
+"""Waiting for the lock is the waiting: pauses in between only give other work its turn."""
 _CLEANUP_TIMEOUT_S = 1.0
 _QUIET_AT_LAST = 2.0
 """Changes that never pause are answered after this many quiet times."""
@@ -136,29 +139,38 @@ class TrafficKeeper:
         policy = self._wanted
         if policy is None:
             return None, False
-        try:
-            self._settle(policy)
-        except (RuleError, KernelError) as e:
-            self._reporter.problem("rules", f"traffic rules: {e}; trying again")
-            self._tell(TrafficState(policy, False, str(e)))
+        problems: list[RuleError | KernelError] = []
+        # Who may send tunnelled packets follows the leases, whatever the rules wait for.
+        for step in (self._settle_filter, self._settle_rules):
+            try:
+                step(policy)
+            except (RuleError, KernelError) as e:
+                problems.append(e)
+        if problems:
+            said = "; ".join(map(str, problems))
+            self._reporter.problem("rules", f"traffic rules: {said}; trying again")
+            self._tell(TrafficState(policy, False, said))
             # Only time helps: another program that fights for the rules must not set the pace.
-            return self._retry.next_s(), False
+            held = any(isinstance(e, LockHeld) for e in problems)
+            return _LOCK_RETRY_S if held else self._retry.next_s(), False
         self._retry.reset()
         self._reporter.solved("rules", "traffic rules are in place")
         self._tell(TrafficState(policy, True))
         return self.resync_s, True
 
-    def _settle(self, policy: TrafficPolicy) -> None:
+    def _settle_filter(self, policy: TrafficPolicy) -> None:
+        if self._filter_known:
+            if self._guard is None:
+                self._guard = VtepGuard(self.runner, f"{policy.table_prefix}-vtep")
+            self._guard.settle(self._filter)
+
+    def _settle_rules(self, policy: TrafficPolicy) -> None:
         settler = self._settler_for(policy)
         self._check_host(policy, settler)
         settler.settle(policy)
         if self._opened_for is None:
             # Only now: rules of our own may have made tables.
             self._opened_for = policy.nftables, signs(self.runner)
-        if self._filter_known:
-            if self._guard is None:
-                self._guard = VtepGuard(self.runner, f"{policy.table_prefix}-vtep")
-            self._guard.settle(self._filter)
 
     def _settler_for(self, policy: TrafficPolicy) -> Settler:
         """Return what works on this host, looking anew when mode or host have changed."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from subnet.clock import Clock
 from subnet.errors import Closed, RuleError
 
-WAIT_S = 5
-"""How long anybody else may hold the lock before an attempt is given up, in seconds."""
+WAIT_S = 1
+"""How long anybody else may hold the lock before an attempt is given up, in seconds: other work has its turn then."""
 
 _POLL_S = 0.05
 
@@ -22,9 +22,16 @@ def default_path() -> str:
     return os.environ.get("XTABLES_LOCKFILE", "/run/xtables.lock")
 
 
+class LockHeld(RuleError):
+    """Another program holds the lock: to be tried again soon."""
+
+
 @contextmanager
 def xtables_lock(path: str, clock: Clock, closed: threading.Event) -> Iterator[None]:
-    """Hold the lock. Raises RuleError if it is not free in time, Closed if told to end."""
+    """Hold the lock.
+
+    Raises LockHeld if it is not free in time, RuleError if there is none, Closed if told to end.
+    """
     try:
         fd = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
     except OSError as e:
@@ -44,6 +51,6 @@ def _acquire(fd: int, path: str, clock: Clock, closed: threading.Event) -> None:
             return
         except BlockingIOError as e:
             if clock.now() >= deadline:
-                raise RuleError(f"another program holds {path} for more than {WAIT_S} s") from e
+                raise LockHeld(f"another program holds {path}") from e
         if closed.wait(_POLL_S):
             raise Closed(f"wait for {path} stopped")

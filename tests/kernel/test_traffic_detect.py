@@ -127,8 +127,8 @@ case $0 in *-save) exit 0;; esac
     [
         ("1.4.7", "", "", False),
         ("1.6.1", "", "", False),
-        ("1.6.2", "", " --wait=5", True),
-        ("1.8.9", " (legacy)", " --wait=5", True),
+        ("1.6.2", "", " --wait=1", True),
+        ("1.8.9", " (legacy)", " --wait=1", True),
         ("1.8.9", " (nf_tables)", "", True),
     ],
 )

@@ -147,7 +147,7 @@ def test_restore_waits_for_the_lock_only_if_it_can() -> None:
     ):
         CommandFirewall(tools, Recorder(), SystemClock()).apply(4, [plan])
     text = "*nat\n-A POSTROUTING -j X\nCOMMIT\n"
-    assert seen == [["--noflush", "--wait=5", text], ["--noflush", text]]
+    assert seen == [["--noflush", "--wait=1", text], ["--noflush", text]]
 
 
 BRIDGE = "net/bridge/bridge-nf-call-iptables"

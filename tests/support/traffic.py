@@ -140,12 +140,13 @@ class Keeper:
         self.hosts: list[Host] = []
 
         def find_host(nftables: bool, runner: Runner, clock: Clock) -> Host:
-            namespace.enter()
             self.hosts.append(open_host(nftables, runner, clock))
             return self.hosts[-1]
 
         self.keeper = TrafficKeeper(SystemClock(), resync_s, find_host=find_host, **settings)
-        self.keeper.start(self.states.put)
+        # Its thread is where its maker is.
+        with namespace.inside():
+            self.keeper.start(self.states.put)
 
     def __enter__(self) -> Keeper:
         return self
