@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,28 @@ def test_guest_that_hangs_is_stopped_and_its_console_shown() -> None:
 def test_guest_that_ends_without_a_result_is_a_failure() -> None:
     with pytest.raises(MachineError, match=r"ended early(.*\n)*Kernel panic"):
         run_machine(guest("Kernel panic - not syncing"), 20, lambda _: None)
+
+
+RUNNER = f"""
+import sys
+from tests.vm.__main__ import end_with_the_machine
+from tests.vm.machine import run_machine
+
+guest = "import os, time; print({BEGIN!r}); print(os.getpid(), flush=True); time.sleep(60)"
+end_with_the_machine()
+run_machine([sys.executable, "-c", guest], 60, lambda line: print(line, flush=True))
+"""
+
+
+def test_end_of_the_runner_is_the_end_of_the_guest_even_if_asked_for_twice() -> None:
+    with subprocess.Popen([sys.executable, "-c", RUNNER], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as runner:
+        assert runner.stdout is not None
+        guest = Path("/proc", runner.stdout.readline().strip())
+        assert guest.is_dir()
+        runner.terminate()
+        runner.terminate()
+        assert runner.wait(20) == 128 + signal.SIGTERM
+        assert not guest.exists()
 
 
 def test_long_console_is_shown_from_its_end() -> None:

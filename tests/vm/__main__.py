@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from tests.vm.machine import PROJECT, MachineError, build_initramfs, find_kernel, qemu_argv, run_machine
 
@@ -31,9 +33,20 @@ def selected() -> list[str]:
     return list(files)
 
 
+def end_with_the_machine() -> None:
+    """Let SIGTERM unwind the stack, which ends the machine; whoever asks twice does not disturb that."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def main(arguments: list[str]) -> int:
     """Return pytest's exit status in the guest, 1 if it never got that far."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinding ends the machine, too
+    end_with_the_machine()
     try:
         kernel = find_kernel()
         compile_sources()
