@@ -105,6 +105,14 @@ def test_other_keys_are_refused_by_name(key: str) -> None:
     assert str(caught.value).startswith(f"lease key {json.dumps(key)}: ")
 
 
+@pytest.mark.parametrize("text", ["fd00:0:0:0::/64", "fd00::/64", "FD00::/64", "FD00:0000:0:0:0:0:0:0/64"])
+def test_I07_every_spelling_of_a_subnet_gives_the_one_key_that_leads_back_to_it(text: str) -> None:
+    for v4, first in ((IPv4Network("10.5.1.0/24"), "10.5.1.0-24"), (None, "0.0.0.0-0")):
+        subnets = Subnets(v4, IPv6Network(text))
+        assert subnet_key(subnets) == f"{first}&fd00::-64"
+        assert parse_subnet_key(subnet_key(subnets)) == subnets
+
+
 @pytest.mark.parametrize(("value", "attrs"), VALUES)
 def test_golden_values(value: bytes, attrs: LeaseAttrs) -> None:
     assert encode_attrs(attrs) == value

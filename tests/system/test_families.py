@@ -1,19 +1,25 @@
-"""Rules and files per address family."""
+"""IPv6 alone and beside IPv4: start, leases, MTU, rules and files (field reports I01 to I08)."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
-from flanneld.ctl.lab.lab import SWITCH_V4, SWITCH_V6
+from flanneld.ctl.lab.lab import SWITCH_V4, SWITCH_V6, network_config
 from flanneld.ctl.lab.netns import Namespace
-from tests.support.site import settle
+from tests.support.kube import KubeApi
+from tests.support.netns import listen_in
+from tests.support.segments import undelivered
+from tests.support.site import lacks, settle, stays
 
 pytestmark = [
     pytest.mark.system,
@@ -22,12 +28,44 @@ pytestmark = [
 ]
 
 PORT = 4040
+ONLY_V6: dict[str, Any] = {"EnableIPv4": False, "EnableIPv6": True}
 
 
 @pytest.fixture(scope="module")
 def dual() -> Iterator[Lab]:
     with Lab(2, family="dual", host_flags={1: ["--ip-masq"], 2: ["--ip-masq", "--ip-masq-exclude=::/0"]}) as lab:
         yield lab
+
+
+@pytest.mark.parametrize("store", ["etcd", "Kubernetes"])
+def test_I01_a_host_without_any_ipv4_address_waits_for_its_network_and_starts(store: str, tmp_path: Path) -> None:
+    whole = ONLY_V6 | {"IPv6Network": "fd00:42:1::/56", "Backend": {"Type": "vxlan"}}
+    lacking = {key: value for key, value in whole.items() if key != "IPv6Network"}
+    with Lab(1, family="v6", config=lacking, start=False) as lab:
+        (host,) = lab.hosts
+        if store == "etcd":
+            host.daemon.start()
+            settle("the reason", lacks(lambda: host.daemon.notify.status, "not ready", "IPv6Network"), 10)
+            lab.etcd.configure(whole)
+            host.daemon.wait_ready(15)
+        else:
+            # Nothing but loopback has IPv4 there.
+            with listen_in(host.namespace.name, "127.0.0.1", 6443) as listener, KubeApi(listener=listener) as api:
+                api.node("h1", ["fd00:42:1:1::/64"])
+                (tmp_path / "net-conf.json").write_text(json.dumps(whole))
+                host.daemon.env["NODE_NAME"] = "h1"
+                host.daemon.start(
+                    "--kube-subnet-mgr",
+                    f"--kube-api-url={api.url}",
+                    f"--net-config-path={tmp_path / 'net-conf.json'}",
+                )
+                host.daemon.wait_ready()
+                assert host.subnet_env()["FLANNEL_IPV6_SUBNET"] == "fd00:42:1:1::1/64"
+        assert host.daemon.exit_code is None
+        env = host.subnet_env()
+        assert env["FLANNEL_IPV6_NETWORK"] == "fd00:42:1::/56"
+        assert not {"FLANNEL_NETWORK", "FLANNEL_SUBNET"} & env.keys()
+        assert _tunnels(host) == {"flannel-v6.1"}
 
 
 def _masquerade(host: Host, tool: str) -> list[str]:
@@ -60,6 +98,84 @@ def test_I03_no_ipv6_rule_where_ipv6_is_off() -> None:
         assert len(_masquerade(host, "iptables-save")) == 6
         rules = [line for line in host.run("ip6tables-save").splitlines() if line.startswith("-A")]
         assert rules == [line for line in before.splitlines() if line.startswith("-A")]
+
+
+def test_I03_rules_at_rest_are_not_written(tmp_path: Path) -> None:
+    with Lab(1, flags=["--ip-masq", "--iptables-resync=1"]) as lab:
+        (host,) = lab.hosts
+        path = tmp_path / "monitor"
+        with path.open("wb") as output:
+            monitor = host.namespace.spawn("nft", "monitor", output=output)
+            try:
+
+                def hears() -> str:
+                    host.run("nft", "add table inet marker")
+                    host.run("nft", "delete table inet marker")
+                    return "" if "inet marker" in path.read_text() else "nothing"
+
+                settle("the monitor hears", hears, 10)
+                stays("no rule is written", lambda: _changes(path.read_text()), 5)
+            finally:
+                monitor.kill()
+                monitor.wait()
+
+
+def _changes(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith(("add ", "delete ")) and "inet marker" not in line]
+
+
+def test_I06_one_mtu_fits_the_tunnels_of_both_families(dual: Lab) -> None:
+    first, second = dual.hosts
+    for host in dual.hosts:
+        links = host.namespace.links()
+        assert (links["flannel.1"]["mtu"], links["flannel-v6.1"]["mtu"]) == (1450, 1430)
+        assert host.subnet_env()["FLANNEL_MTU"] == "1430"
+    for family in (4, 6):
+        settle("full packets", lambda: undelivered(first.pod, second.pod, family), 10)  # noqa: B023
+    # A container that is told of 1430 bytes does not try 1450, which the IPv6 tunnel would lose.
+    assert first.pod.namespace.ping(second.pod.address(6), payload_bytes=1450 - 48, dont_fragment=True, count=1)[0] == 0
+
+
+def test_I07_both_subnets_are_kept_when_the_store_lost_everything() -> None:
+    with Lab(1, family="dual", start=False) as lab:
+        (host,) = lab.hosts
+        host.daemon.start()
+        host.daemon.wait_ready()
+        before, env = lab.etcd.leases().keys(), host.subnet_env()
+        host.daemon.stop()
+        lab.etcd.kill()
+        shutil.rmtree(lab.etcd.directory / "data")
+        lab.etcd.start()
+        lab.etcd.configure(lab.config)
+        host.daemon.start()
+        host.daemon.wait_ready()
+        assert lab.etcd.leases().keys() == before
+        assert host.subnet_env() == env
+
+
+def test_I07_from_both_families_to_one_and_back_there_is_one_key_and_nothing_of_the_other() -> None:
+    with Lab(1, family="dual", start=False) as lab:
+        (host,) = lab.hosts
+        for family, tunnels in (
+            ("dual", {"flannel.1", "flannel-v6.1"}),
+            ("v4", {"flannel.1"}),
+            ("dual", {"flannel.1", "flannel-v6.1"}),
+            ("v6", {"flannel-v6.1"}),
+            ("dual", {"flannel.1", "flannel-v6.1"}),
+        ):
+            lab.etcd.configure(network_config(family=family))  # type: ignore[arg-type]
+            host.daemon.start()
+            host.daemon.wait_ready()
+            subnets = [str(g.network).replace("/", "-") for g in host.gateways()]
+            assert len(subnets) == len(tunnels)
+            key = "&".join(subnets if family != "v6" else ["0.0.0.0-0", *subnets])
+            settle("the key", lambda: lab.etcd.leases().keys() ^ {key}, 5)  # noqa: B023
+            settle("devices", lambda: _tunnels(host) ^ tunnels, 5)  # noqa: B023
+            host.daemon.stop()
+
+
+def _tunnels(host: Host) -> set[str]:
+    return {name for name in host.namespace.links() if name.startswith("flannel")}
 
 
 def _source_seen(sender: Namespace, receiver: Namespace, target: str) -> str:
