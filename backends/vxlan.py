@@ -123,11 +123,14 @@ class VxlanBackend:
         )
 
     def device_macs(self, attrs: LeaseAttrs) -> dict[str, str]:
-        """The VTEP MACs in a lease value, by device name; unusable ones are left out with a warning."""
+        """The VTEP MACs in a lease value, by device name; unusable ones are left out with a warning.
+
+        Data without a type count: on a node object an operator may have kept no more of it.
+        """
         found: dict[str, str] = {}
         for family in self._config.families:
             data = attrs.data(family)
-            if attrs.backend_type != TYPE or data is None:
+            if attrs.backend_type not in (TYPE, "") or data is None:
                 continue
             try:
                 found[self._name(family)] = vtep_mac(data)

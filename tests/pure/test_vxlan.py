@@ -160,6 +160,12 @@ def test_own_lease_of_an_earlier_run_gives_the_mac_back() -> None:
     assert backend.device_macs(LeaseAttrs(backend_type="host-gw")) == {}
 
 
+def test_K05_data_alone_give_the_mac_back_and_those_of_other_types_do_not() -> None:
+    data = {"VNI": 1, "VtepMAC": "02:00:00:00:00:42"}
+    assert _backend().device_macs(LeaseAttrs(backend_data=data)) == {"flannel.1": "02:00:00:00:00:42"}
+    assert _backend().device_macs(LeaseAttrs(backend_type="host-gw", backend_data=data)) == {}
+
+
 @pytest.mark.parametrize(
     ("backend", "mtu_bytes"),
     [
