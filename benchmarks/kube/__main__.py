@@ -6,13 +6,16 @@ import argparse
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.kube.cni import CALLS, Plugins
@@ -29,10 +32,16 @@ from flanneld.ctl.lab.lab import SWITCH_V4
 FEW, MANY = 10, 5000
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 180.0
+UPDATES = 100
+UPDATE_EACH_S = 0.03
+UPDATE_TIMEOUT_S = 10.0
+RTMGRP_NEIGH = 4  # linux/rtnetlink.h
 Figures = dict[str, float]
 
 _MODELS, _JSON = "Kubernetes client's models", "json.loads"
 LISTS = (
+    Row(f"{MANY} nodes decoded, processor time", "fields s", _MODELS, "models s", digits=3),
+    Row(f"{MANY} nodes decoded, memory", "fields MiB", _MODELS, "models MiB", unit="MiB", digits=1),
     Row(f"{MANY} nodes to leases, processor time", "leases s", _MODELS, "models s", digits=3),
     Row(f"{MANY} nodes to leases, processor time", "leases s", _JSON, "json s", digits=3),
     Row(f"{MANY} nodes to leases, memory", "leases MiB", _MODELS, "models MiB", unit="MiB", digits=1),
@@ -48,11 +57,24 @@ LISTS = (
         "ms",
     ),
 )
+
+
+def _both(title: str, name: str, **options: Any) -> Row:
+    """Return the row of a figure that a daemon with many and one with few nodes have."""
+    return Row(title, f"ready {MANY} {name}", f"{FEW} nodes", f"ready {FEW} {name}", **options)
+
+
 DAEMON = (
-    Row(f"exec to READY, {MANY} nodes in the kernel", f"ready {MANY} s", f"{FEW} nodes", f"ready {FEW} s"),
-    Row("the same, processor time", f"ready {MANY} cpu s", f"{FEW} nodes", f"ready {FEW} cpu s"),
-    Row("resident memory", f"ready {MANY} MiB", f"{FEW} nodes", f"ready {FEW} MiB", unit="MiB", digits=1),
-    Row("greatest memory", f"ready {MANY} peak MiB", f"{FEW} nodes", f"ready {FEW} peak MiB", unit="MiB", digits=1),
+    _both(f"exec to READY, {MANY} nodes in the kernel", "s"),
+    _both("of this: exec to the first request", "start s"),
+    Row("of this: pages fetched and understood", f"ready {MANY} list s"),
+    _both("of this: last page to READY, kernel programmed", "kernel s"),
+    _both("processor time to READY", "cpu s"),
+    _both("resident memory", "MiB", unit="MiB", digits=1),
+    _both("greatest memory", "peak MiB", unit="MiB", digits=1),
+    _both("changed node until it is in the kernel", "update s", scale=1000, unit="ms", digits=1),
+    _both(f"the slowest of {UPDATES}", "slowest s", scale=1000, unit="ms", digits=1),
+    _both("processor time for one, whole daemon", "update cpu s", scale=1000, unit="ms"),
 )
 CNI = (
     Row("plugin, VERSION", "cni version s", "its interpreter", "cni interpreter s", 1000, "ms", 1),
@@ -108,15 +130,51 @@ def daemon(lab: Lab, directory: Path, count: int) -> Figures:
     with server(SWITCH_V4, count, *lab.switch.argv()) as url, a_host(lab, directory, url) as host:
         began = time.monotonic()
         host.daemon.start()
-        ready_s = host.daemon.wait_ready(READY_TIMEOUT_S) - began
+        ready_at = host.daemon.wait_ready(READY_TIMEOUT_S)
         pid = host.daemon.pid
         if pid is None:
             raise AssertionError(host.daemon.tail())
-        figures = {"s": ready_s, "cpu s": cpu_s(pid), "MiB": rss_mib(pid), "peak MiB": rss_mib(pid, "VmHWM")}
+        figures = {"cpu s": cpu_s(pid), "MiB": rss_mib(pid), "peak MiB": rss_mib(pid, "VmHWM")}
+        first, last = ask(lab, url, "listed")
+        figures |= {
+            "s": ready_at - began,
+            "start s": first - began,
+            "list s": last - first,
+            "kernel s": ready_at - last,
+        }
         missing = absent(host.namespace, peers(count))
         if missing:
             raise AssertionError(f"{missing} of {3 * count} entries are missing at READY")
+        figures |= updates(lab, host, url, pid)
     return {f"ready {count} {name}": value for name, value in figures.items()}
+
+
+def ask(lab: Lab, url: str, what: str) -> Any:
+    """Return what the server on the switch answers."""
+
+    def body() -> Any:
+        with urllib.request.urlopen(f"{url}/{what}", timeout=READY_TIMEOUT_S) as answer:  # noqa: S310 - our own server
+            return json.load(answer)
+
+    return lab.switch.call(body)
+
+
+def updates(lab: Lab, host: Host, url: str, pid: int) -> Figures:
+    """Return how long changes of nodes take, one at a time, until the kernel tells of the new FDB entry."""
+    took_s, used_s = [], cpu_s(pid)
+    kernel = host.namespace.call(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE))
+    with kernel:
+        kernel.bind((0, RTMGRP_NEIGH))
+        kernel.settimeout(UPDATE_TIMEOUT_S)
+        for _ in range(UPDATES):
+            time.sleep(UPDATE_EACH_S)
+            began = time.monotonic()
+            (address,) = ask(lab, url, "updates/1")
+            while socket.inet_aton(address) not in kernel.recv(65536):
+                pass
+            took_s.append(time.monotonic() - began)
+    used_s = (cpu_s(pid) - used_s) / UPDATES
+    return {"update s": median(took_s), "slowest s": max(took_s), "update cpu s": used_s}
 
 
 @contextmanager
@@ -179,14 +237,16 @@ def report(rounds: list[Figures], size_mb: float, load_before: float) -> str:
         " others do too, processor times tell more than times that passed.",
         f"The list of {MANY} nodes has {size_mb:.1f} MB, in pages of 500.",
         render(LISTS, rounds),
-        "- to leases: pages are read from files, in a process of its own for each way; all keep what they made.\n"
+        "- decoded, to leases: pages are read from files, in a process of its own for each way; all keep what they"
+        " made.\n"
         "- memory: the greatest above that before the first page.\n"
         "- listed by the manager: libraries are loaded, the API server is connected, pages fetched and understood."
         " Bytes read alone: the same client, and nothing is made of them.\n"
         "- update: a watch event with another public address, until the change is posted.",
         render(DAEMON, rounds),
         "A whole daemon, vxlan. Routes, neighbours and FDB entries are read back with ip(8) and bridge(8) right after"
-        " READY, and have to be all there.",
+        " READY, and have to be all there. A changed node has another public address: the time is from the request that"
+        " makes the server tell it to the kernel's notification of the FDB entry.",
         render(cni, rounds),
         f"From exec to exit, in a network namespace of its own; each round has the median of {CALLS} calls.",
     ]

@@ -1,7 +1,9 @@
 """``python -m benchmarks.kube.server ADDRESS COUNT``: an API server whose lists are ready beforehand.
 
 Serves lists in pages, watches, and patches of the own node. A request for
-``/updates/N`` makes it tell N changes of peers to whoever watches.
+``/updates/N`` makes it tell N changes of peers to whoever watches, and answers
+with the public addresses that they get. ``/listed`` answers when the first page
+was asked for and when the last one had been sent, by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import sys
+import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,6 +30,8 @@ class Server(ThreadingHTTPServer):
         self.peers = peers(count)
         self.own: dict[str, Any] = own_node()
         self.version = VERSION
+        self.updates = 0
+        self.listed: list[float] = []
         self.watchers: list[queue.Queue[bytes]] = []
         super().__init__((address, 0), _Handler)
 
@@ -34,6 +39,13 @@ class Server(ThreadingHTTPServer):
         """Tell of faults, but not of clients that have ended."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
+
+    def update(self) -> str:
+        """Give the next peer another public address and tell it; returns the address."""
+        address = f"198.19.{self.updates // 250}.{self.updates % 250 + 1}"
+        self.tell(of_peer(self.peers[self.updates % len(self.peers)], address))
+        self.updates += 1
+        return address
 
     def tell(self, node: dict[str, Any]) -> None:
         """Send a changed node to all who watch."""
@@ -63,14 +75,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/updates/"):
-            for number in range(int(self.path.rsplit("/", 1)[1])):
-                peer = self.server.peers[number % len(self.server.peers)]
-                self.server.tell(of_peer(peer, f"198.19.{number // 250}.{number % 250}"))
-            self._answer(b"{}")
+            count = int(self.path.rsplit("/", 1)[1])
+            self._answer(json.dumps([self.server.update() for _ in range(count)]).encode())
+        elif self.path == "/listed":
+            self._answer(json.dumps(self.server.listed).encode())
         elif "watch=" in self.path:
             self._watch()
         else:
+            began = time.monotonic()
             self._answer(self.server.pages[int(self.path.partition("continue=")[2] or 0)])
+            self.server.listed = [*(self.server.listed[:1] or [began]), time.monotonic()]
 
     def do_PATCH(self) -> None:
         change = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
