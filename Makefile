@@ -61,6 +61,7 @@ demo: venv
 	$(BIN)/flannelctl lab
 
 test: venv $(TOOLS)
+	@scripts/install-debian test
 	$(BIN)/python -m pytest -q
 
 test-vm: venv

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.traffic import (
     Keeper,
     NativeTables,
     Tables,
+    in_time,
     until,
 )
 
@@ -36,14 +36,6 @@ LEGACY_RESYNC_S = 1.0
 RESYNC_S: dict[Variant, float] = {"nft": NEVER_S, "legacy": LEGACY_RESYNC_S}
 IN_TIME_S: dict[Variant, float] = {"nft": REPAIR_S, "legacy": LEGACY_RESYNC_S + REPAIR_S}
 FOREIGN = 20_000
-
-
-def in_time(seconds: float, probe: Callable[[], object], expected: object) -> None:
-    end = time.monotonic() + seconds
-    last = False
-    while (seen := probe()) != expected:
-        assert not last, f"after {seconds} s still {seen!r}"
-        last = time.monotonic() >= end
 
 
 @pytest.fixture(params=["nft", "legacy"])

@@ -170,3 +170,12 @@ def until(probe: Callable[[], object], expected: object) -> None:
     while (seen := probe()) != expected:
         assert time.monotonic() < end, f"still {seen!r}"
         time.sleep(0.02)
+
+
+def in_time(seconds: float, probe: Callable[[], object], expected: object) -> None:
+    """Wait like ``until``, but for a promised time; a probe that began within it still counts."""
+    end = time.monotonic() + seconds
+    last = False
+    while (seen := probe()) != expected:
+        assert not last, f"after {seconds} s still {seen!r}"
+        last = time.monotonic() >= end
