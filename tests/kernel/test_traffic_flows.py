@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flanneld.traffic.ports import Variant
 from flanneld.traffic.rules import Pair, TrafficPolicy
 from subnet.model import Family
 from tests.support.netns import MakeNamespace, Namespace, veth
@@ -87,7 +88,9 @@ class Net:
     def _address(namespace: Namespace, device: str, address: str) -> None:
         namespace.ip(f"address add {address} dev {device}" + (" nodad" if ":" in address else ""))
 
-    def seen(self, source: Namespace, target: Namespace, address: str, *, bind: str = "", port: int = PLAIN) -> str:
+    def seen(
+        self, source: Namespace, target: Namespace, address: str, *, bind: str = "", port: int = PLAIN, tries: int = 20
+    ) -> str:
         """Send until something arrives, and return the source address it had."""
         family = socket.AF_INET if self.plan.family == 4 else socket.AF_INET6
         with closing(target.socket(family)) as receiver, closing(source.socket(family)) as sender:
@@ -95,7 +98,7 @@ class Net:
             receiver.settimeout(0.3)
             if bind:
                 sender.bind((bind, 0))
-            for _ in range(20):
+            for _ in range(tries):
                 sender.sendto(b"x", (address, port))
                 try:
                     return str(receiver.recvfrom(16)[1][0])
@@ -208,3 +211,23 @@ def test_F14_a_rule_behind_ours_is_reached(net: Net, keeper: tuple[Keeper, Traff
     net.node.run("nft", "-f", "-", text=text)
     assert net.seen(net.pod, net.outside, p.remote) == p.pod
     assert "packets 0" not in net.node.run("nft", "list", "table", "inet", "behind")
+
+
+@pytest.mark.parametrize("variant", ["legacy", "nft"])
+def test_F01_a_forward_policy_of_drop_is_opened_for_pods(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: Variant
+) -> None:
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "lock"))
+    p, there = net.plan, Tables(net.node, variant)
+    there.iptables("-N DOCKER-USER", p.family)
+    there.iptables("-P FORWARD DROP", p.family)
+    assert net.seen(net.pod, net.outside, p.outside, tries=2) == "nothing"
+    pair = Pair(ip_network(p.network), ip_network(p.subnet))
+    policy = TrafficPolicy(pair if p.family == 4 else None, pair if p.family == 6 else None, masquerade=True)
+    with Keeper(net.node, 1.0) as keeper:
+        keeper.want(policy)
+        for port in (PLAIN, PLAIN + 10, PLAIN + 20):
+            assert net.seen(net.pod, net.outside, p.outside, port=port) == p.node
+            assert net.seen(net.outside, net.pod, p.pod, bind=p.remote, port=port) == p.remote
+            there.iptables("-w -F FORWARD", p.family)
+    assert "filter :FORWARD DROP" in there.lines(p.family)

@@ -141,6 +141,22 @@ def test_F05_whatever_is_missing_the_rest_goes(tables: Tables) -> None:
         assert [line for line in tables.lines() if "FLANNEL" in line] == []
 
 
+def test_F05_each_rule_in_turn_may_be_missing_when_the_subnet_changes(tables: Tables) -> None:
+    with Keeper(tables.namespace, 300.0) as first:
+        first.want(POLICY)
+    pair = V4
+    for number, rule in enumerate(GOLDEN[4]):
+        table, line = rule.replace(str(V4.subnet), str(pair.subnet)).split(" -A ", 1)
+        text = f"*{table}\n-D {line}\nCOMMIT\n"
+        tables.namespace.run(f"iptables-{tables.variant}-restore", "--noflush", text=text)
+        moved = Pair(V4.network, ip_network(f"10.5.{100 + number}.0/24"))
+        with Keeper(tables.namespace, 300.0) as second:
+            second.want(replace(POLICY, v4=moved, previous=(pair,)))
+        pair = moved
+        assert tables.ours() == [line.replace(str(V4.subnet), str(pair.subnet)) for line in GOLDEN[4]]
+    assert tables.ours(6) == GOLDEN[6]
+
+
 FLAT = """\
 -s {n} -d {n} {c} -j RETURN
 -s {n} ! -d 224.0.0.0/4 {c} -j MASQUERADE --random-fully

@@ -91,9 +91,14 @@ def source_seen(path: Topology) -> str:
     return address
 
 
-def iptables_damage(program: str) -> tuple[str, str]:
+def iptables_damage(program: str) -> tuple[str, ...]:
     chain = f"{program} -t nat"
-    return f"{chain} -D FLANNEL-POSTRTG 2", f"{chain} -I FLANNEL-POSTRTG -s 10.8.0.1 -j RETURN"
+    return (
+        f"{chain} -D FLANNEL-POSTRTG 2",
+        f"{chain} -I FLANNEL-POSTRTG -s 10.8.0.1 -j RETURN",
+        f"{chain} -A POSTROUTING -j FLANNEL-POSTRTG",
+        f"{chain} -I POSTROUTING -p tcp -j FLANNEL-POSTRTG",
+    )
 
 
 DAMAGE = {
@@ -102,6 +107,9 @@ DAMAGE = {
     "native": (
         "nft add rule ip flannel-ipv4 postrtg return",
         "nft insert rule ip flannel-ipv4 postrtg ip saddr 10.8.0.1 return",
+        "nft delete chain ip flannel-ipv4 hostrtg",
+        # Only a new table is without it.
+        "nft add set ip flannel-ipv4 stray { type ipv4_addr; }",
     ),
 }
 
@@ -123,7 +131,7 @@ def test_no_instant_without_masquerade_during_repairs(make_namespace: MakeNamesp
         enforcer = open_host(policy.nftables, Runner(), SystemClock()).enforcer
         repaired = 0
         for n in range(REPAIRS):
-            subprocess.run(DAMAGE[way][n % 2].split(), check=True)
+            subprocess.run(DAMAGE[way][n % len(DAMAGE[way])].split(), check=True)
             repaired += enforcer.converge(policy, 4)
         return repaired
 
