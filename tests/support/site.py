@@ -251,12 +251,17 @@ def cpu_s(daemon: Daemon) -> float:
 
 def readyz(host: Host, port: int) -> tuple[int, str]:
     """Return status and text of /readyz?verbose, (0, "") while nothing listens."""
+    return answer(host, port, "/readyz?verbose")
+
+
+def answer(host: Host, port: int, path: str) -> tuple[int, str]:
+    """Return status and text of what the daemon answers, (0, "") while nothing listens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.sock = host.namespace.connect("127.0.0.1", port)
-        connection.request("GET", "/readyz?verbose")
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
     except ConnectionRefusedError:
         return 0, ""
     finally:
