@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,21 +58,16 @@ class Table:
         jumps: dict[str, int] = {}
         if (first := self._first_rule(rules.chain)) is not None:
             chains[rules.chain] = tuple(self._texts(first, self._foot(first)))
-            jumps[rules.chain] = len(list(self._places(_TARGET.pack(_STANDARD_BYTES, b"", 0), _VERDICT.pack(first))))
+            jump = _TARGET.pack(_STANDARD_BYTES, b"", 0) + _VERDICT.pack(first)
+            jumps[rules.chain] = len(re.findall(re.escape(jump), self.data))
         return Look(chains, jumps)
 
     def _first_rule(self, chain: str) -> int | None:
         """Return where a chain of ours begins: behind an entry that bears its name."""
-        found = self._places(_TARGET.pack(_ERROR_BYTES, b"ERROR", 0), chain.encode() + b"\0")
-        return next((at - _TARGET.size + _ERROR_BYTES for at in found), None)
-
-    def _places(self, head: bytes, said: bytes) -> Iterator[int]:
-        """Yield where ``said`` stands behind ``head``; the latter is mostly zeros, which a search is slow with."""
-        at = self.data.find(said)
-        while at >= 0:
-            if self.data[max(at - len(head), 0) : at] == head:
-                yield at
-            at = self.data.find(said, at + 1)
+        name = _TARGET.pack(_ERROR_BYTES, b"ERROR", 0) + chain.encode() + b"\0"
+        # Among so many zeros, a regular expression is several times faster than find.
+        found = re.search(re.escape(name), self.data)
+        return found.start() + _ERROR_BYTES if found else None
 
     def _foot(self, first: int) -> int:
         """Return where the last entry of a chain of ours stands, which is no rule."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from ipaddress import ip_network
 
 from subnet.model import Family, IPNetwork
@@ -95,8 +96,12 @@ class RuleSet:
     obsolete: frozenset[Rule]
 
 
+@lru_cache(maxsize=16)
 def decide(policy: TrafficPolicy, family: Family) -> tuple[RuleSet, ...]:
-    """Return the wanted content of both our chains in one family."""
+    """Return the wanted content of both our chains in one family.
+
+    Remembered: it is asked with every look, and the answer stays for weeks.
+    """
     pair = policy.pair(family)
     masq = policy.chain_prefix + "-POSTRTG"
     forward = policy.chain_prefix + "-FWD"
