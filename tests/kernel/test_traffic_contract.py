@@ -44,6 +44,10 @@ class Way:
             self.tables = Tables(self.namespace, "nft" if self.kind == "nft" else "legacy")
             self.tables.iptables(SEED)
         self.foreign = self.others()
+        self.start()
+
+    def start(self) -> None:
+        """Look at the host anew, as a daemon does that starts."""
         host = self.call(lambda: open_host(self.kind == "native", self.runner, SystemClock()))
         if host.watch is not None:
             host.watch.close()
@@ -143,11 +147,25 @@ def test_what_is_switched_off_goes(way: Way) -> None:
     assert way.others() == way.foreign
 
 
-def test_F16_the_subnet_moves(way: Way) -> None:
+@pytest.mark.parametrize(
+    "moved",
+    [Pair(V4.network, ip_network("10.5.8.0/24")), Pair(ip_network("10.6.0.0/16"), ip_network("10.6.8.0/24"))],
+    ids=["subnet", "network"],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_F16_C10_subnet_or_network_move(way: Way, moved: Pair, restarted: bool) -> None:
     way.converge(POLICY)
-    moved = Pair(V4.network, ip_network("10.5.8.0/24"))
+    if restarted:
+        way.start()
+    # One call per family: what was before is gone with it.
     assert way.converge(replace(POLICY, v4=moved, previous=(V4,))) == [True, False]
-    assert way.tables.ours() == [line.replace("10.5.7.0", "10.5.8.0") for line in way.golden(4)]
+    moves = ((str(V4.subnet), str(moved.subnet)), (str(V4.network), str(moved.network)))
+    expected = way.golden(4)
+    for before, after in moves:
+        expected = [line.replace(before, after) for line in expected]
+    assert way.tables.ours() == expected
+    assert way.tables.ours(6) == way.golden(6)
+    assert way.others() == way.foreign
 
 
 def test_F10_random_ports_can_be_switched_off(way: Way) -> None:

@@ -127,6 +127,19 @@ def test_tables_of_upstream_are_taken_over(tables: NativeTables) -> None:
         assert tables.ours() == GOLDEN_NATIVE[4]
 
 
+def test_comments_are_those_of_upstream(tables: NativeTables) -> None:
+    with Keeper(tables.namespace, NEVER_S) as keeper:
+        keeper.want(NATIVE)
+    for family in ("4", "6"):
+        listing = tables.namespace.run("nft", "list", "table", "ip6" if family == "6" else "ip", f"flannel-ipv{family}")
+        comments = [line.split('"')[1] for line in listing.splitlines() if "comment" in line]
+        assert comments[0] == f"rules for flannel-ipv{family}"
+        assert {
+            "chain to manage traffic masquerading by flannel",
+            "chain to accept flannel traffic",
+        } <= set(comments)
+
+
 REFUSING = """\
 #!/bin/sh
 text=$(cat)
