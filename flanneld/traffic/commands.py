@@ -62,6 +62,7 @@ class CommandFirewall:
     def __init__(self, tools: Tools, runner: Runner, clock: Clock) -> None:
         self.tools, self.runner, self.clock = tools, runner, clock
         self.random_fully = tools.random_fully
+        self._understood: set[Family] = set()
         self.name = f"iptables {'.'.join(map(str, tools.version))} ({tools.variant})"
 
     def covers(self, family: Family) -> bool:
@@ -80,9 +81,11 @@ class CommandFirewall:
         found = None
         if self.tools.variant == "nft":
             try:
-                found = read_chains(family, wanted)
+                found = read_chains(family, wanted, understood=family in self._understood)
             except KernelError as e:
                 log.debug("chains cannot be read one by one: %s", e)
+            if found is not None and any(found.chains(rules.table).get(rules.chain) for rules in wanted):
+                self._understood.add(family)
         return found if found is not None else self.read(family)
 
     def apply(self, family: Family, plans: Sequence[TablePlan]) -> None:
@@ -91,6 +94,8 @@ class CommandFirewall:
         if self.tools.restore_waits:
             argv.append(f"--wait={WAIT_S}")
         text = restore_text(plans)
+        # The program may be another version by now, and write otherwise.
+        self._understood.discard(family)
         with self._lock():
             done = self.runner.run(argv, text)
         if done.rc:

@@ -124,7 +124,7 @@ def read_chains(family: Family, wanted: Sequence[RuleSet], tables: frozenset[str
             look = table.look(rules) if table is not None else None
         except (ValueError, struct.error):
             return None
-        if look is None or not look.tells_all(rules):
+        if look is None or not look.tells_all(rules, understood=True):
             return None
         held[rules.table] = look.chains
     return Saved(held)

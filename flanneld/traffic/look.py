@@ -24,12 +24,15 @@ class Look:
     chains: Mapping[str, tuple[str, ...]]
     jumps: Mapping[str, int]
 
-    def tells_all(self, rules: RuleSet) -> bool:
+    def tells_all(self, rules: RuleSet, *, understood: bool) -> bool:
         """Whether a difference from ``rules`` can be decided on this look alone.
 
-        Not if a rule of ours or a jump to us says more than could be read, or
-        if chains that were not looked at jump to ours.
+        Not if a jump to us says more than could be read, or if chains that were
+        not looked at jump to ours. A rule of our chain that cannot be read is
+        somebody else's if it is ``understood`` how our rules are written here,
+        and then only has to go; else it may be ours.
         """
         ours, hook = self.chains.get(rules.chain, ()), self.chains.get(rules.hook, ())
         here = [text for text in hook if target_of(text) == rules.chain]
-        return not any(is_opaque(text) for text in (*ours, *here)) and self.jumps.get(rules.chain, 0) == len(here)
+        matters = here if understood else [*ours, *here]
+        return not any(is_opaque(text) for text in matters) and self.jumps.get(rules.chain, 0) == len(here)

@@ -17,17 +17,19 @@ _TABLE, _CHAIN_OF_RULE, _EXPRESSIONS = 1, 2, 4
 _NAME, _USE = 3, 6
 
 
-def read_chains(family: Family, wanted: Sequence[RuleSet]) -> Saved | None:
+def read_chains(family: Family, wanted: Sequence[RuleSet], *, understood: bool) -> Saved | None:
     """Return the chains of ``wanted`` and those that jump to them, None if only the whole tables can tell.
 
-    Looks at the network namespace of the calling thread. Raises KernelError.
+    ``understood``: rules of ours as the installed iptables writes them have been
+    read before. Looks at the network namespace of the calling thread. Raises
+    KernelError.
     """
     with closing(Questions()) as questions:
         before = questions.generation()
         looks = [(rules, _look(questions, family, rules)) for rules in wanted]
         if before is None or questions.generation() != before:
             return None
-    if not all(look.tells_all(rules) for rules, look in looks):
+    if not all(look.tells_all(rules, understood=understood) for rules, look in looks):
         return None
     return Saved({rules.table: look.chains for rules, look in looks})
 

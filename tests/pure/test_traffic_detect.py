@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
 
+from flanneld.traffic import commands
 from flanneld.traffic.commands import CommandFirewall, Tools, explain
 from flanneld.traffic.detect import Census, Evidence, census, choose, find_tools, parse_version
 from flanneld.traffic.hostcheck import HostCheck
 from flanneld.traffic.ports import Variant
 from flanneld.traffic.render import Saved, TablePlan
-from flanneld.traffic.rules import Rule
+from flanneld.traffic.rules import Pair, Rule, TrafficPolicy, decide
 from flanneld.traffic.runner import Finished, Runner
 from subnet.clock import SystemClock
 from subnet.errors import RuleError
@@ -148,6 +150,34 @@ def test_restore_waits_for_the_lock_only_if_it_can() -> None:
         CommandFirewall(tools, Recorder(), SystemClock()).apply(4, [plan])
     text = "*nat\n-A POSTROUTING -j X\nCOMMIT\n"
     assert seen == [["--noflush", "--wait=1", text], ["--noflush", text]]
+
+
+def test_the_program_is_asked_until_our_rules_could_be_read_and_again_after_it_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+    asked: list[bool] = []
+
+    class Recorder(Runner):
+        def run(self, argv: Sequence[str], text: str = "") -> Finished:
+            ran.append(argv[0])
+            return Finished(0, "", "")
+
+    wanted = decide(TrafficPolicy(Pair(ip_network("10.5.0.0/16"), ip_network("10.5.7.0/24"))), 4)
+    answers: list[Saved | None] = [None, Saved(), Saved({"filter": {"FLANNEL-FWD": ("-j ACCEPT",)}}), Saved(), Saved()]
+
+    def read(*_: object, understood: bool) -> Saved | None:
+        asked.append(understood)
+        return answers.pop(0)
+
+    monkeypatch.setattr(commands, "read_chains", read)
+    firewall = CommandFirewall(Tools("nft", (1, 8, 9), {4: "save"}, {4: "restore"}), Recorder(), SystemClock())
+    for _ in range(4):
+        firewall.look(4, wanted)
+    firewall.apply(4, [])
+    firewall.look(4, wanted)
+    assert ran == ["save", "restore"]
+    assert asked == [False, False, False, True, False]
 
 
 BRIDGE = "net/bridge/bridge-nf-call-iptables"

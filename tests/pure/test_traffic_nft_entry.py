@@ -159,23 +159,24 @@ OURS = RuleSet("filter", "FLANNEL-FWD", "FORWARD", Rule("FLANNEL-FWD"), (), froz
 
 
 @pytest.mark.parametrize(
-    ("ours", "hook", "jumps_there_are", "expected"),
+    ("ours", "hook", "jumps_there_are", "understood", "expected"),
     [
-        (["-j ACCEPT"], ["-j FLANNEL-FWD"], 1, True),
-        (["-j ACCEPT"], ["-m opaque -j DOCKER", "-m opaque"], 0, True),
-        (["-j ACCEPT"], ["-j FLANNEL-FWD", "-j FLANNEL-FWD"], 2, True),
-        (["-j ACCEPT"], ["-j FLANNEL-FWD"], 2, False),
-        (["-m opaque -j ACCEPT"], ["-j FLANNEL-FWD"], 1, False),
-        (["-j ACCEPT"], ["-m opaque -j FLANNEL-FWD"], 1, False),
+        (["-j ACCEPT"], ["-j FLANNEL-FWD"], 1, False, True),
+        (["-j ACCEPT"], ["-m opaque -j DOCKER", "-m opaque"], 0, False, True),
+        (["-j ACCEPT"], ["-j FLANNEL-FWD", "-j FLANNEL-FWD"], 2, False, True),
+        (["-j ACCEPT"], ["-j FLANNEL-FWD"], 2, True, False),
+        (["-m opaque"], ["-j FLANNEL-FWD"], 1, False, False),
+        (["-m opaque"], ["-j FLANNEL-FWD"], 1, True, True),
+        (["-j ACCEPT"], ["-m opaque -j FLANNEL-FWD"], 1, True, False),
     ],
-    ids=["as wanted", "others", "twice", "a jump from elsewhere", "unreadable rule", "unreadable jump"],
+    ids=["as wanted", "others", "twice", "jump from elsewhere", "ours or a stray", "a stray", "unreadable jump"],
 )
 def test_a_look_knows_when_it_has_not_seen_all(
-    ours: list[str], hook: list[str], jumps_there_are: int, expected: bool
+    ours: list[str], hook: list[str], *, jumps_there_are: int, understood: bool, expected: bool
 ) -> None:
     look = Look({"FLANNEL-FWD": tuple(ours), "FORWARD": tuple(hook)}, {"FLANNEL-FWD": jumps_there_are})
-    assert look.tells_all(OURS) is expected
+    assert look.tells_all(OURS, understood=understood) is expected
 
 
 def test_a_look_at_absent_chains_tells_all() -> None:
-    assert Look({}, {}).tells_all(OURS)
+    assert Look({}, {}).tells_all(OURS, understood=False)
