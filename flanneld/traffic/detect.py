@@ -86,18 +86,27 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What tells, without running a program, that the host may have changed its way: programs and legacy tables."""
+    """What tells, without running a program, that the host may have changed its way: programs and legacy tables.
 
-    programs: tuple[str, ...]
+    A program is the file that runs, whatever leads to it.
+    """
+
+    programs: tuple[tuple[int, int], ...]
     legacy_tables: tuple[frozenset[str], ...]
 
 
 def signs(runner: Runner) -> Signs:
     """Look for the signs, in the network namespace of the calling thread."""
     paths = (runner.find(name) for name in ("iptables", "ip6tables", "nft"))
-    return Signs(
-        tuple(os.path.realpath(path) if path else "" for path in paths), tuple(existing_tables(f) for f in FAMILIES)
-    )
+    return Signs(tuple(_file(path) for path in paths), tuple(existing_tables(f) for f in FAMILIES))
+
+
+def _file(path: str | None) -> tuple[int, int]:
+    try:
+        found = os.stat(path) if path else None
+    except OSError:
+        found = None
+    return (found.st_dev, found.st_ino) if found else (0, 0)
 
 
 def census(saved: Saved, chain_prefix: str = "FLANNEL") -> Census:

@@ -29,6 +29,7 @@ _RETRY_FIRST_S, _RETRY_CEILING_S = 0.2, 10.0
 _LOCK_RETRY_S = 0.1
 """Waiting for the lock is the waiting: pauses in between only give other work its turn."""
 _CLEANUP_TIMEOUT_S = 1.0
+_CHECK_S = 30.0
 _QUIET_AT_LAST = 2.0
 """Changes that never pause are answered after this many quiet times."""
 
@@ -73,6 +74,8 @@ class TrafficKeeper:
         self._cleanup_on_exit = cleanup_on_exit
         self._reporter = Reporter(log, clock)
         self._check = HostCheck(self.runner, manage=manage_sysctls)
+        self._checked_for: TrafficPolicy | None = None
+        self._check_again_at = 0.0
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_CEILING_S)
         self._wanted: TrafficPolicy | None = None
         self._filter: VtepFilter | None = None
@@ -187,6 +190,10 @@ class TrafficKeeper:
         self._settler = self._opened_for = None
 
     def _check_host(self, policy: TrafficPolicy, settler: Settler) -> None:
+        """Look at the host's settings, at rest less often than at the rules: nobody changes them by the second."""
+        if policy == self._checked_for and self.clock.now() < self._check_again_at:
+            return
+        self._checked_for, self._check_again_at = policy, self.clock.now() + _CHECK_S
         found = self._check.findings(families_on(policy), iptables=not settler.host.own_tables)
         for finding in found:
             self._reporter.problem(finding.name, finding.text)

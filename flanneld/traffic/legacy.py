@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from flanneld.traffic.entry import decode, encode, for_deletion
@@ -49,7 +48,8 @@ def load_iptc() -> Any:
 def existing_tables(family: Family) -> frozenset[str]:
     """Return the names of the legacy tables of this thread's network namespace; asking makes none."""
     try:
-        text = Path(f"/proc/thread-self/net/ip{'6' if family == 6 else ''}_tables_names").read_text()
+        with open(f"/proc/thread-self/net/ip{'6' if family == 6 else ''}_tables_names") as names:
+            text = names.read()
     except OSError:
         return frozenset()
     return frozenset(text.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -35,7 +34,9 @@ class Runner:
 
     def find(self, *names: str) -> str | None:
         """Return the path of the first of these programs that exists."""
-        return next((path for name in names if (path := shutil.which(name))), None)
+        places = os.get_exec_path()
+        paths = (f"{place}/{name}" for name in names for place in places)
+        return next((path for path in paths if os.access(path, os.X_OK) and os.path.isfile(path)), None)
 
     def run(self, argv: Sequence[str], text: str = "") -> Finished:
         """Run a program with ``text`` as its input.
