@@ -18,6 +18,8 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 from flanneld.traffic.entry import decode, sizes
 from flanneld.traffic.look import Look
@@ -42,6 +44,15 @@ _TRIES = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class _Entry(NamedTuple):
+    """Where an entry, its target and the next entry begin, and the name of its target, empty for a verdict."""
+
+    at: int
+    target: int
+    end: int
+    name: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table as the kernel gives it; per hook the places of its first rule and of its policy."""
@@ -54,10 +65,13 @@ class Table:
     def look(self, rules: RuleSet) -> Look:
         """Return our chain and its hook. Raises ValueError if the bytes make no sense."""
         hook = _HOOKS[rules.hook]
-        chains = {rules.hook: tuple(self._texts(self.hook_entry[hook], self.underflow[hook]))}
+        entries = self._entries(self.hook_entry[hook])
+        in_hook = takewhile(lambda entry: entry.at < self.underflow[hook], entries)
+        chains = {rules.hook: tuple(map(self._text, in_hook))}
         jumps: dict[str, int] = {}
         if (first := self._first_rule(rules.chain)) is not None:
-            chains[rules.chain] = tuple(self._texts(first, self._foot(first)))
+            *ours, _ = takewhile(lambda entry: entry.name != b"ERROR", self._entries(first))
+            chains[rules.chain] = tuple(map(self._text, ours))
             jump = _TARGET.pack(_STANDARD_BYTES, b"", 0) + _VERDICT.pack(first)
             jumps[rules.chain] = len(re.findall(re.escape(jump), self.data))
         return Look(chains, jumps)
@@ -69,44 +83,31 @@ class Table:
         found = re.search(re.escape(name), self.data)
         return found.start() + _ERROR_BYTES if found else None
 
-    def _foot(self, first: int) -> int:
-        """Return where the last entry of a chain of ours stands, which is no rule."""
-        foot = at = first
-        while self._target_name(at) != b"ERROR":
-            foot, at = at, at + self._sizes(at)[1]
-        return foot
+    def _entries(self, at: int) -> Iterator[_Entry]:
+        """Yield what stands from here on; the last of a chain is no rule, and after it comes one named ERROR."""
+        while True:
+            target, following = sizes(self.data, at, self.family)
+            if not 0 < target < following <= len(self.data) - at:
+                raise ValueError(f"entry at {at} has no size")
+            _, name, _ = _TARGET.unpack_from(self.data, at + target)
+            yield _Entry(at, at + target, at + following, name.split(b"\0", 1)[0])
+            at += following
 
-    def _texts(self, start: int, end: int) -> Iterator[str]:
-        at = start
-        while at < end:
-            following = at + self._sizes(at)[1]
-            yield decode(self.data[at:following], self._target(at, following), self.family)
-            at = following
+    def _text(self, entry: _Entry) -> str:
+        return decode(self.data[entry.at : entry.end], self._target(entry), self.family)
 
-    def _target(self, at: int, following: int) -> str:
+    def _target(self, entry: _Entry) -> str:
         """Return what libiptc calls an entry's target."""
-        target = at + self._sizes(at)[0]
-        name = self._target_name(at)
-        if name:
-            return name.decode(errors="replace")
-        (verdict,) = _VERDICT.unpack_from(self.data, target + _TARGET.size)
+        if entry.name:
+            return entry.name.decode(errors="replace")
+        (verdict,) = _VERDICT.unpack_from(self.data, entry.target + _TARGET.size)
         if verdict < 0:
             return _VERDICTS.get(verdict, "")
-        return "" if verdict == following else self._chain_before(verdict)
+        return "" if verdict == entry.end else self._chain_before(verdict)
 
     def _chain_before(self, first: int) -> str:
         start = first - _ERROR_BYTES + _TARGET.size
         return self.data[start:first].split(b"\0", 1)[0].decode(errors="replace")
-
-    def _target_name(self, at: int) -> bytes:
-        _, name, _ = _TARGET.unpack_from(self.data, at + self._sizes(at)[0])
-        return bytes(name).split(b"\0", 1)[0]
-
-    def _sizes(self, at: int) -> tuple[int, int]:
-        target, following = sizes(self.data, at, self.family)
-        if not 0 < target < following <= len(self.data) - at:
-            raise ValueError(f"entry at {at} has no size")
-        return target, following
 
 
 def read_chains(family: Family, wanted: Sequence[RuleSet], tables: frozenset[str]) -> Saved | None:
