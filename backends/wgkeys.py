@@ -10,6 +10,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from subnet.errors import ConfigError
@@ -21,6 +22,8 @@ DEFAULT_FILE = "/run/flannel/wgkey"
 VARIABLE = "WIREGUARD_KEY_FILE"
 FILE_MODE, DIRECTORY_MODE = 0o400, 0o755
 READ_LIMIT_BYTES = 4096
+_FIELD_BITS, _FIELD, _BASE_POINT, _A24 = 255, 2**255 - 19, 9, 121665
+"""Curve25519 (RFC 7748 s4.1, s5)."""
 
 
 def parse_key(text: str) -> str:
@@ -40,6 +43,29 @@ def clamped(raw: bytes) -> str:
     octets[0] &= 0xF8
     octets[31] = octets[31] & 0x7F | 0x40
     return base64.b64encode(octets).decode()
+
+
+@lru_cache(maxsize=8)
+def public_key(private: str) -> str:
+    """Return the public key of a private one, both in base64: X25519 of the base point (RFC 7748 s5 and s6.1).
+
+    Kernels do this themselves. Not in constant time: nobody can have it done again and again and measure.
+    """
+    scalar = int.from_bytes(base64.b64decode(clamped(base64.b64decode(private))), "little")
+    x2, z2, x3, z3, swapped = 1, 0, _BASE_POINT, 1, 0
+    for position in reversed(range(_FIELD_BITS)):
+        bit = scalar >> position & 1
+        if swapped ^ bit:
+            x2, z2, x3, z3 = x3, z3, x2, z2
+        swapped = bit
+        a, b, c, d = x2 + z2, x2 - z2, x3 + z3, x3 - z3
+        aa, bb, da, cb = a * a, b * b, d * a, c * b
+        e = aa - bb
+        x3, z3 = (da + cb) ** 2 % _FIELD, _BASE_POINT * (da - cb) ** 2 % _FIELD
+        x2, z2 = aa * bb % _FIELD, e * (aa + _A24 * e) % _FIELD
+    if swapped:
+        x2, z2 = x3, z3
+    return base64.b64encode((x2 * pow(z2, -1, _FIELD) % _FIELD).to_bytes(KEY_BYTES, "little")).decode()
 
 
 def key_file() -> Path:

@@ -74,7 +74,8 @@ def _ipip_differences(have: Ipip, want: Ipip) -> str:
 
 def _foreign(link: Link, spec: LinkSpec) -> bool:
     """Whether somebody else's device has our name. A VXLAN device's name is ours alone; others are not taken away."""
-    return link.kind != spec.tunnel.kind and not isinstance(spec.tunnel, Vxlan)
+    kind = link.tunnel.kind if link.tunnel is not None else link.kind
+    return kind != spec.tunnel.kind and not isinstance(spec.tunnel, Vxlan)
 
 
 def _port(vxlan: Vxlan) -> int:

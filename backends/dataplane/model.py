@@ -349,10 +349,14 @@ class DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """What the kernel holds: everything of our devices, all addresses, the main tables' routes."""
+    """What the kernel holds: everything of our devices, all addresses, the main tables' routes.
+
+    ``silent`` are the peers that are sent to and do not answer.
+    """
 
     addresses: frozenset[Address] = frozenset()
     neighbours: frozenset[Neighbour] = frozenset()
     fdb: frozenset[FdbEntry] = frozenset()
     routes: frozenset[Route] = frozenset()
     peers: frozenset[WireguardPeer] = frozenset()
+    silent: frozenset[WireguardPeer] = frozenset()

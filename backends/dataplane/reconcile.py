@@ -28,6 +28,7 @@ VERBOSE_CHANGES = 20
 """Beyond so many changes at once they are counted, and listed at debug level only."""
 
 PASSES = 3
+SILENCE = "does not answer: keys or PSK differ, or UDP does not get through"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Reconciler:
         self._indexes: dict[int, str] = {}
         self._table: WantedTable | None = None
         self._failed: dict[Key, str] = {}
+        self._silent: dict[Key, WireguardPeer] = {}
 
     def doubt(self) -> None:
         """Forget the record; the next convergence observes the kernel."""
@@ -135,8 +137,10 @@ class Reconciler:
             self.doubt()
         keys = None
         if self._record is None:
-            record = _Record(self._kernel.observe(table.base.devices))
+            observed = self._kernel.observe(table.base.devices)
+            record = _Record(observed)
             self._failed.clear()
+            self._hear(observed.silent)
         else:
             record, keys = self._record, table.dirty | self._failed.keys()
         self._record = None  # an exception on the way leaves doubt
@@ -156,6 +160,7 @@ class Reconciler:
         problems = {
             **table.problems,
             **{str(table.objects[k]): text for k, text in self._failed.items() if k in table.objects},
+            **{str(p): f"{p} {SILENCE}" for key, p in self._silent.items() if key in table.objects},
         }
         self._report(problems)
         return Outcome(changed, problems, bool(self._failed))
@@ -176,6 +181,12 @@ class Reconciler:
             failures += new_failures
             held = apply_changes(held, done)
         return held, failures, changed
+
+    def _hear(self, silent: Iterable[WireguardPeer]) -> None:
+        """Note which peers do not answer, and tell of those that do again."""
+        before, self._silent = self._silent, {key_of(peer): peer for peer in silent}
+        for key in before.keys() - self._silent.keys():
+            self._reporter.solved(str(before[key]), f"{before[key]} answers")
 
     def _report(self, problems: Mapping[str, str]) -> None:
         for topic, text in problems.items():

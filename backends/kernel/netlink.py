@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,12 +38,14 @@ from backends.dataplane.ports import Failure
 from backends.kernel import ethtool, rtnl, tunnels
 from backends.kernel.sockets import BATCH, NetlinkSocket, Refusal, kernel_error
 from backends.kernel.wireguard import WireguardDevices
+from backends.kernel.wireguard_go import WireguardGo, installed
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
 _T = TypeVar("_T")
 
 GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
+TUN = "tun"
 IFF_UP, IFF_LOOPBACK, IFF_POINTOPOINT = 0x1, 0x8, 0x10
 IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
 
@@ -52,12 +55,16 @@ Send: TypeAlias = Callable[[Sequence[tuple[Change, int]]], list[Refusal]]
 
 
 class NetlinkKernel:
-    """Adapter of the ``Kernel`` protocol. Belongs to the thread that makes it."""
+    """Adapter of the ``Kernel`` protocol. Belongs to the thread that makes it.
 
-    def __init__(self) -> None:
+    ``wall_clock`` returns Unix time, in which handshakes of WireGuard are dated.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._ipr = pyroute2.IPRoute()
         self._bulk = NetlinkSocket(socket.NETLINK_ROUTE)
-        self._wireguard = WireguardDevices()
+        self._wireguard = WireguardDevices(wall_clock)
+        self._wireguard_go = WireguardGo(wall_clock)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -72,11 +79,7 @@ class NetlinkKernel:
     def links(self) -> dict[str, Link]:
         """Return all devices by name."""
         found = self._call("read", "links", lambda: list(self._ipr.get_links()))
-        links = [_link(message) for message in found]
-        return {
-            link.name: replace(link, tunnel=self._wireguard.settings(link.index)) if _is_wireguard(link) else link
-            for link in links
-        }
+        return {link.name: self._with_settings(link) for link in map(_link, found)}
 
     def addresses(self) -> tuple[Address, ...]:
         """Return all addresses of all devices, in the kernel's order."""
@@ -100,11 +103,14 @@ class NetlinkKernel:
         """Return all addresses and routes, and the neighbours, FDB entries and peers of ``devices``."""
         neighbours: set[Neighbour] = set()
         fdb: set[FdbEntry] = set()
-        peers: set[WireguardPeer] = set()
+        peers: frozenset[WireguardPeer] = frozenset()
+        silent: frozenset[WireguardPeer] = frozenset()
         for device in devices:
             index = self._index(device)
-            if _is_wireguard(self._link_at(index, device)):
-                peers |= self._wireguard.peers(index, device)
+            wireguard = self._wireguard_of(self._link_at(index, device))
+            if wireguard is not None:
+                listed, unheard = wireguard.peers(index, device)
+                peers, silent = peers | listed, silent | unheard
                 continue
             requests = [rtnl.dump_neighbours(family, index) for family in FAMILIES] + [rtnl.dump_fdb(index)]
             for request in requests:
@@ -117,9 +123,8 @@ class NetlinkKernel:
                         fdb.add(entry)
                     else:
                         neighbours.add(entry)
-        return ObservedState(
-            frozenset(self.addresses()), frozenset(neighbours), frozenset(fdb), self.routes(), frozenset(peers)
-        )
+        addresses = frozenset(self.addresses())
+        return ObservedState(addresses, frozenset(neighbours), frozenset(fdb), self.routes(), peers, silent)
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         """Make the changes in order; a refused one does not stop the others."""
@@ -137,8 +142,8 @@ class NetlinkKernel:
         match change.target:
             case Address():
                 return None
-            case WireguardPeer():
-                return self._wireguard.request
+            case WireguardPeer(device=device):
+                return (self._wireguard_go if self._wireguard_go.holds(device) else self._wireguard).request
             case _:
                 return self._send_bulk
 
@@ -204,13 +209,20 @@ class NetlinkKernel:
         values: dict[str, Any] = {"ifname": spec.name, "mtu": spec.mtu_bytes, "txqlen": 0}
         if spec.mac:
             values["address"] = spec.mac
-        self._call(
-            "create",
-            f"device {spec.name}",
-            lambda: self._ipr.link("add", **values, **tunnels.options(spec.tunnel)),
-        )
+        program = installed() if isinstance(spec.tunnel, Wireguard) else None
+        try:
+            self._call(
+                "create",
+                f"device {spec.name}",
+                lambda: self._ipr.link("add", **values, **tunnels.options(spec.tunnel)),
+            )
+        except KernelError as error:
+            if error.errno != errno.EOPNOTSUPP or program is None:
+                raise
+            self._wireguard_go.create(spec.name, program)
+            self.set_link(spec.name, mtu_bytes=spec.mtu_bytes)
         if isinstance(spec.tunnel, Wireguard):
-            self._wireguard.configure(self._index(spec.name), spec.name, spec.tunnel)
+            self._set_wireguard(spec.name, spec.tunnel)
 
     def delete_link(self, name: str) -> None:
         """Delete the device."""
@@ -233,7 +245,7 @@ class NetlinkKernel:
         """Change attributes of an existing device in place."""
         if wireguard is not None:
             # First: a device takes its port when it goes up.
-            self._wireguard.configure(self._index(name), name, wireguard)
+            self._set_wireguard(name, wireguard)
         values: dict[str, Any] = {}
         if up is not None:
             values["state"] = "up" if up else "down"
@@ -269,6 +281,20 @@ class NetlinkKernel:
         except OSError as cause:
             raise kernel_error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
 
+    def _wireguard_of(self, link: Link) -> WireguardDevices | WireguardGo | None:
+        """Return what knows the peers of a device, None if it is none of WireGuard's."""
+        if link.kind == Wireguard.kind:
+            return self._wireguard
+        return self._wireguard_go if link.kind == TUN and self._wireguard_go.holds(link.name) else None
+
+    def _with_settings(self, link: Link) -> Link:
+        wireguard = self._wireguard_of(link)
+        return link if wireguard is None else replace(link, tunnel=wireguard.settings(link.index, link.name))
+
+    def _set_wireguard(self, name: str, wanted: Wireguard) -> None:
+        wireguard = self._wireguard_go if self._wireguard_go.holds(name) else self._wireguard
+        wireguard.configure(self._index(name), name, wanted)
+
     def _link_at(self, index: int, name: str) -> Link:
         found = self._call("read", f"device {name}", lambda: list(self._ipr.get_links(index)))
         if not found:
@@ -292,10 +318,6 @@ class NetlinkKernel:
 
 def _kernel_words(cause: NetlinkError) -> str:
     return str(cause.extra_code) if getattr(cause, "extra_code", None) else ""
-
-
-def _is_wireguard(link: Link) -> bool:
-    return link.kind == Wireguard.kind
 
 
 def _names() -> dict[int, str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from backends.dataplane.model import Change, Wireguard, WireguardPeer
 from backends.kernel import wgnl
-from backends.kernel.roaming import Roaming
+from backends.kernel.roaming import Peers, Roaming
 from backends.kernel.sockets import Encode, NetlinkSocket, Refusal, kernel_error
 from subnet.errors import KernelError
 
@@ -25,38 +23,36 @@ class WireguardDevices:
     ``wall_clock`` returns Unix time, in which the kernel dates handshakes.
     """
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._wall_clock = wall_clock
         self._roaming = Roaming()
 
-    def settings(self, index: int) -> Wireguard | None:
+    def settings(self, index: int, device: str) -> Wireguard | None:
         """Return port and keys of a device, None if it is gone. Raises KernelError."""
         with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
             family = _family(channel)
             try:
-                answer = channel.first(wgnl.get_device(family, index), f"WireGuard device {index}") if family else None
+                answer = channel.first(wgnl.get_device(family, index), f"WireGuard device {device}") if family else None
             except KernelError as error:
                 if error.errno != errno.ENODEV:
                     raise
                 answer = None
         return wgnl.decode_device(*answer) if answer is not None else None
 
-    def configure(self, index: int, name: str, wanted: Wireguard) -> None:
+    def configure(self, index: int, device: str, wanted: Wireguard) -> None:
         """Set private key and port; peers stay. Raises KernelError."""
         with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
-            family = _needed(channel, name)
+            family = _needed(channel, device)
             refused = channel.request([lambda sequence: wgnl.set_device(family, sequence, index, wanted)])
         for _, code, text in refused:
-            raise kernel_error(f"set key and port {wanted.port} of", f"device {name}", code, text)
+            raise kernel_error(f"set key and port {wanted.port} of", f"device {device}", code, text)
 
-    def peers(self, index: int, device: str) -> frozenset[WireguardPeer]:
-        """Return a device's peers. An endpoint that has moved since it was written shows as written."""
+    def peers(self, index: int, device: str) -> Peers:
+        """Return a device's peers, and those that do not answer. An endpoint that has moved shows as it was written."""
         with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
             family = _needed(channel, device)
             dump = channel.dump(wgnl.get_device(family, index), f"peers of {device}")
-        seen = wgnl.decode_peers(dump, device)
-        endpoints = self._roaming.observe(index, seen, self._wall_clock())
-        return frozenset(replace(one.peer, endpoint=e) for one, e in zip(seen, endpoints, strict=True))
+        return self._roaming.shown(index, wgnl.decode_peers(dump, device), self._wall_clock())
 
     def request(self, changes: Sequence[tuple[Change, int]]) -> list[Refusal]:
         """Make the changes of peers, at most a batch, each with its device's index; return those refused."""
@@ -65,11 +61,7 @@ class WireguardDevices:
             if not family:
                 return [(position, errno.EOPNOTSUPP, NO_WIREGUARD) for position in range(len(changes))]
             refused = channel.request([self._encoder(family, change, index) for change, index in changes])
-        failed = {position for position, _, _ in refused}
-        for position, (change, index) in enumerate(changes):
-            if position not in failed and isinstance(change.target, WireguardPeer):
-                note = self._roaming.wrote if change.verb == "put" else self._roaming.forget
-                note(index, change.target)
+        self._roaming.note(changes, refused)
         return refused
 
     def _encoder(self, family: int, change: Change, index: int) -> Encode:

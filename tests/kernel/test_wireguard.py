@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
@@ -13,6 +14,7 @@ from backends import wgkeys
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.model import Change, Endpoint, LinkSpec, ObservedState, Wireguard, WireguardPeer
 from backends.kernel.netlink import NetlinkKernel
+from flanneld.ctl.lab.tools import poll
 from subnet.errors import KernelError
 from tests.support.netns import MakeNamespace, Namespace, veth
 
@@ -151,10 +153,21 @@ def test_a_peer_of_a_device_that_is_not_there_is_refused(namespace: Namespace, k
 
 
 @dataclass
+class Clock:
+    """Unix time, so much later."""
+
+    later_s: float = 0
+
+    def __call__(self) -> float:
+        return time.time() + self.later_s
+
+
+@dataclass
 class Node:
     namespace: Namespace
     kernel: NetlinkKernel
     number: int
+    clock: Clock
     public_key: str = ""
 
     def as_peer(self, psk: str = "") -> WireguardPeer:
@@ -165,9 +178,13 @@ class Node:
         with self.namespace.inside():
             put(self.kernel, *peers)
 
-    def observe(self) -> ObservedState:
+    def observe(self, later_s: float = 0) -> ObservedState:
+        self.clock.later_s = later_s
         with self.namespace.inside():
             return self.kernel.observe([DEVICE])
+
+    def silent(self, later_s: float) -> set[str]:
+        return {peer.public_key for peer in self.observe(later_s).silent}
 
     def reaches(self, other: Node) -> bool:
         done = self.namespace.run("ping", "-c1", "-W3", f"10.5.{other.number}.0", check=False)
@@ -185,13 +202,14 @@ def nodes(make_namespace: MakeNamespace) -> Iterator[list[Node]]:
         veth(hub, space, f"p{number}", "eth0")
         hub.ip(f"link set p{number} master br0")
         space.ip(f"addr add 192.0.2.{number}/24 dev eth0")
+        clock = Clock()
         with space.inside():
-            kernel = NetlinkKernel()
+            kernel = NetlinkKernel(clock)
             tunnel = DeviceKeeper(kernel).ensure([spec(number)])[DEVICE].tunnel
         assert isinstance(tunnel, Wireguard)
         space.ip(f"addr add 10.5.{number}.0/32 dev {DEVICE}")
         space.ip(f"route add 10.5.0.0/16 dev {DEVICE}")
-        found.append(Node(space, kernel, number, tunnel.public_key))
+        found.append(Node(space, kernel, number, clock, tunnel.public_key))
     yield found
     for node in found:
         node.kernel.close()
@@ -228,7 +246,7 @@ def test_W12_a_peer_that_moved_keeps_its_endpoint_until_its_lease_changes(nodes:
 
 
 @pytest.mark.parametrize("wrong", ["preshared key", "public key"])
-def test_a_wrong_key_isolates_that_peer_alone(nodes: list[Node], wrong: str) -> None:
+def test_a_wrong_key_isolates_that_peer_alone_and_is_seen(nodes: list[Node], wrong: str) -> None:
     a, b, c = nodes
     other = base64.b64encode(b"q" * 32).decode()
     seen_by_c = a.as_peer(other) if wrong == "preshared key" else replace(a.as_peer(PSK), public_key=other)
@@ -237,5 +255,12 @@ def test_a_wrong_key_isolates_that_peer_alone(nodes: list[Node], wrong: str) -> 
     c.put(seen_by_c, b.as_peer(PSK))
     assert a.reaches(b)
     assert b.reaches(c)
+    assert a.silent(0) == b.silent(0) == set()
     assert not a.reaches(c)
     assert not c.reaches(a)
+    assert a.silent(0) == set()
+    assert (a.silent(16), b.silent(16)) == ({c.public_key}, set())
+    seen_by_c = a.as_peer(PSK)
+    c.put(seen_by_c)
+    poll("an answer", lambda: c.reaches(a), 60)
+    assert a.silent(17) == set()

@@ -845,6 +845,37 @@ def test_W07_a_restart_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert (node.kernel.held, node.kernel.state) == (held, state)
 
 
+def test_W06_the_same_peer_again_and_a_restart_with_the_route_in_place_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 2))
+    state = node.kernel.state
+    caplog.clear()
+    caplog.set_level("INFO")
+    node.play(*(LeasesChanged((_wireguard_peer(2, 2, revision),), revision) for revision in (7, 8, 9)), 61.0)
+    again = Node(tmp_path, node.kernel).started(_wireguard_peer(2, 2, 9), config=WIREGUARD % "")
+    assert again.is_ready()
+    assert again.kernel.state == state
+    said = [record.getMessage() for record in caplog.records]
+    assert [text for text in said if "route" in text or "peer " in text or "exist" in text.lower()] == []
+
+
+def test_a_peer_that_does_not_answer_is_told_of_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = _wireguard_node(tmp_path, monkeypatch, _wireguard_peer(2, 2), _wireguard_peer(3, 3))
+    (peer,) = (p for p in node.kernel.state.peers if p.public_key == _key(2))
+    for silent, said, status in ((frozenset({peer}), "does not answer", True), (frozenset(), "answers", False)):
+        caplog.clear()
+        node.kernel.state = replace(node.kernel.state, silent=silent)
+        node.play(61.0)
+        (line,) = (record.getMessage() for record in caplog.records if "answer" in record.getMessage())
+        assert f"for 10.5.2.0/24 {said}" in line
+        assert ("1 with problems" in node.notifier.said[-1]) is status
+    assert node.is_ready()
+
+
 def test_a_keepalive_is_followed_and_a_spoilt_key_file_waited_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,3 +89,33 @@ def test_devices_are_told_apart() -> None:
     roaming.observe(INDEX + 1, [], NOW_S)
     assert not roaming.to_write(INDEX, PEER)
     assert roaming.to_write(INDEX + 1, PEER)
+
+
+def silent(roaming: Roaming, age_s: float, sent_bytes: int, now_s: float) -> bool:
+    said = PeerSeen(PEER, now_s - age_s, sent_bytes)
+    shown, unheard = roaming.shown(INDEX, [said], now_s)
+    assert shown == {PEER}
+    assert unheard <= shown
+    return bool(unheard)
+
+
+def test_a_peer_that_never_answers_is_told_of_after_three_handshakes() -> None:
+    roaming = written()
+    never = NOW_S
+    assert not silent(roaming, never, 0, NOW_S)
+    assert not silent(roaming, never + 5, 148, NOW_S + 5)
+    assert not silent(roaming, never + 19, 592, NOW_S + 19)
+    assert silent(roaming, never + 20, 592, NOW_S + 20)
+    assert silent(roaming, never + 900, 592, NOW_S + 900)
+    assert not silent(roaming, 1, 800, NOW_S + 901)
+    assert not silent(roaming, 100, 900, NOW_S + 1000)
+
+
+def test_idle_peers_are_not_called_silent() -> None:
+    roaming = written()
+    for at in (0, 60, 600):
+        assert not silent(roaming, NOW_S, 0, NOW_S + at)
+    assert not silent(roaming, 1, 500, NOW_S + 601)
+    assert not silent(roaming, 400, 500, NOW_S + 1000)
+    assert not silent(roaming, 460, 648, NOW_S + 1060)
+    assert not silent(roaming, 1, 900, NOW_S + 1061)

@@ -99,3 +99,22 @@ def test_the_environment_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None
     assert wgkeys.key_file() == Path("/run/flannel/wgkey")
     monkeypatch.setenv("WIREGUARD_KEY_FILE", "/etc/flannel/key")
     assert wgkeys.key_file() == Path("/etc/flannel/key")
+
+
+@pytest.mark.parametrize(
+    ("private", "public"),
+    [
+        (
+            "77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a",
+            "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a",
+        ),
+        (
+            "5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb",
+            "de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f",
+        ),
+    ],
+)
+def test_a_public_key_is_the_one_of_rfc_7748(private: str, public: str) -> None:
+    # The keys of both parties in section 6.1.
+    assert wgkeys.public_key(text(bytes.fromhex(private))) == text(bytes.fromhex(public))
+    assert wgkeys.public_key(wgkeys.clamped(bytes.fromhex(private))) == text(bytes.fromhex(public))

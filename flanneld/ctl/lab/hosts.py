@@ -23,10 +23,15 @@ OWN_COMMAND = (sys.executable, "-m", "flanneld")
 """The daemon beside the running interpreter."""
 
 
+_COVER = 'mount --bind "$2" "$1" && shift 2 && exec "$@"'
+"""ip-netns(8) runs every program in a mount namespace of its own."""
+
+
 class Daemon:
     """The flanneld of one host: one process at a time, with its own run directory, log and notification socket.
 
     ``flags`` come after the ones the lab needs; ``env`` is added to the environment.
+    ``own`` names directories that the daemon and what it starts see as their own: path to what is seen there.
     """
 
     def __init__(
@@ -37,10 +42,15 @@ class Daemon:
         command: Sequence[str] = OWN_COMMAND,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        own: Mapping[Path, Path] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.namespace, self.directory = namespace, directory
-        self.command, self.flags, self.env = tuple(command), tuple(flags), dict(env or {})
+        for shown in (own or {}).values():
+            shown.mkdir(parents=True, exist_ok=True)
+        covers = [("sh", "-c", _COVER, "sh", str(path), str(shown)) for path, shown in (own or {}).items()]
+        self.command = (*(word for words in covers for word in words), *command)
+        self.flags, self.env = tuple(flags), dict(env or {})
         self.subnet_file = directory / "subnet.env"
         self.notify = NotifyListener(directory / "notify")
         self.runs = 0

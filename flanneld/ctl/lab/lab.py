@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from ipaddress import IPv4Interface, IPv6Interface
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from flanneld.ctl.lab import traces
@@ -186,6 +187,7 @@ class Lab:
             flags=[*own, *self.flags, *self.host_flags.get(number, ()), *flags],
             # Hosts share a file system, and each is to have a key of its own.
             env={"WIREGUARD_KEY_FILE": str(self.directory / name / "wgkey"), **(env or {})},
+            own={Path("/run"): self.directory / name / "run"} if self._has_helpers() else {},
         )
         self._ending.callback(daemon.close)
         host = Host(name, namespace, daemon, v4, v6)
@@ -212,6 +214,10 @@ class Lab:
     def pairs(self) -> Iterator[tuple[Host, Host]]:
         """Return every ordered pair of hosts that have containers."""
         return itertools.permutations([h for h in self.hosts if h.pods], 2)
+
+    def _has_helpers(self) -> bool:
+        """Whether daemons may start programs whose sockets and locks are found by a path."""
+        return str((self.config.get("Backend") or {}).get("Type", "")).lower() == "wireguard"
 
     def _bypass_bridge_filter(self) -> None:
         # With br_netfilter loaded, the switch would pass frames through its own IP rules.
