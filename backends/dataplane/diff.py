@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from backends.dataplane.model import (
+    OWN_LABEL,
     PROTO_BOOT,
     PROTO_FLANNEL,
     PROTO_KERNEL,
@@ -14,6 +15,7 @@ from backends.dataplane.model import (
     Change,
     DesiredState,
     FdbEntry,
+    IpsecPolicy,
     KernelObject,
     Link,
     Neighbour,
@@ -36,10 +38,11 @@ def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:
 
 
 def _stale_address(address: Address, desired: DesiredState) -> bool:
-    """Whether an unwanted address of our device is an old one of ours; others are somebody's, and stay."""
+    """Whether an unwanted address is an old one of ours; others are somebody's, and stay."""
+    inside = any(address.interface.ip in network for network in desired.networks)
     if address.device not in desired.devices or address.scope == "link":
-        return False
-    return address.family == 6 or any(address.interface.ip in network for network in desired.networks)
+        return address.label == OWN_LABEL and inside
+    return address.family == 6 or inside
 
 
 def foreign_addresses(addresses: Iterable[Address], desired: DesiredState) -> tuple[Address, ...]:
@@ -70,6 +73,11 @@ def owned_route(route: Route, desired: DesiredState) -> bool:
         return False
     left_by_go = desired.alone and route.protocol == PROTO_BOOT and route.gateway is not None
     return route.protocol == PROTO_FLANNEL or left_by_go
+
+
+def owned_policy(policy: IpsecPolicy, desired: DesiredState) -> bool:
+    """Whether an unwanted policy is ours to remove: its form is ours, and it leads into the cluster's networks."""
+    return _inside(policy.source, desired.networks) or _inside(policy.destination, desired.networks)
 
 
 def blocked_routes(observed: ObservedState, desired: DesiredState) -> dict[Route, Route]:
@@ -108,23 +116,26 @@ def _missing_peers(observed: ObservedState, desired: DesiredState) -> frozenset[
 def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     """Return the changes that turn ``observed`` into ``desired``.
 
-    Additions go address, neighbour, FDB entry, peer, route, so that a route
-    never points at an unknown VTEP or peer; removals follow in reverse order,
-    after the additions, so that what moves is not interrupted. A put replaces
-    what the kernel holds under the same key; where it cannot, that is removed
-    first. An additive state only fills gaps.
+    Additions go address, neighbour, FDB entry, peer, policy, route, so that a
+    route never points at an unknown VTEP or peer, nor carries what is to be
+    encrypted; removals follow in reverse order, after the additions, so that
+    what moves is not interrupted. A put replaces what the kernel holds under
+    the same key; where it cannot, that is removed first. An additive state only
+    fills gaps.
     """
     wanted_routes = desired.routes - blocked_routes(observed, desired).keys()
     addresses = _missing(desired.addresses, observed.addresses, desired)
     neighbours = _missing(desired.neighbours, observed.neighbours, desired)
     fdb = _missing(desired.fdb, observed.fdb, desired)
     peers = _missing_peers(observed, desired)
+    policies = _missing(desired.policies, observed.policies, desired)
     routes = _missing(wanted_routes, observed.routes, desired)
     puts: list[KernelObject] = [
         *_sorted(addresses),
         *_sorted(neighbours),
         *_sorted(fdb),
         *_sorted(peers),
+        *_sorted(policies),
         *_sorted(routes),
     ]
     if desired.additive:
@@ -133,6 +144,7 @@ def diff(observed: ObservedState, desired: DesiredState) -> tuple[Change, ...]:
     wanted_neighbours = {n.key for n in desired.neighbours}
     deletes: list[KernelObject] = [
         *_sorted(r for r in _surplus(observed.routes, wanted_routes, routes) if owned_route(r, desired)),
+        *_sorted(p for p in _surplus(observed.policies, desired.policies, policies) if owned_policy(p, desired)),
         *_sorted(p for p in _surplus(observed.peers, desired.peers, peers) if p.device in desired.devices),
         *_sorted(e for e in _surplus(observed.fdb, desired.fdb, fdb) if e.device in desired.devices),
         *_sorted(
@@ -192,6 +204,7 @@ def apply_changes(observed: ObservedState, changes: Sequence[Change]) -> Observe
         _applied(observed.fdb, changes, FdbEntry),
         _applied(observed.routes, changes, Route),
         _applied(observed.peers, changes, WireguardPeer),
+        _applied(observed.policies, changes, IpsecPolicy),
     )
 
 

@@ -20,6 +20,9 @@ PROTO_BOOT = 3
 PROTO_FLANNEL = 142
 """Route protocol numbers (rtnetlink(7)); 142 marks our routes on devices that are not ours."""
 
+LOOPBACK, OWN_LABEL = "lo", "lo:flannel"
+"""Where a host has its address in the cluster if no device of ours holds it, and the label that marks it as ours."""
+
 DEFAULT_PORT = 8472
 """The kernel's VXLAN port when none is asked for; older than IANA's 4789."""
 
@@ -129,7 +132,10 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address of a device. Equality looks at device and address alone."""
+    """An address of a device. Equality looks at device and address alone.
+
+    ``label`` marks an IPv4 address (ip-address(8)); on devices that are not ours it tells which are.
+    """
 
     device: str
     interface: IPInterface
@@ -139,6 +145,7 @@ class Address:
     """For IPv4 the same bit means secondary (rtnetlink(7), IFA_F_SECONDARY)."""
     deprecated: bool = field(default=False, compare=False)
     tentative: bool = field(default=False, compare=False)
+    label: str = field(default="", compare=False)
 
     @property
     def family(self) -> Family:
@@ -304,7 +311,36 @@ class WireguardPeer:
         return f"peer {self.public_key} dev {self.device} endpoint {self.endpoint} for {networks or 'nothing'}"
 
 
-KernelObject: TypeAlias = Address | Neighbour | FdbEntry | WireguardPeer | Route
+@dataclass(frozen=True, slots=True)
+class IpsecPolicy:
+    """Packets between two networks go through an ESP tunnel between two hosts (ip-xfrm(8)).
+
+    ``direction`` is the kernel's: ``out``, ``in`` for packets to this host, ``fwd`` for those to its containers.
+    Policies have no device.
+    """
+
+    direction: Literal["out", "in", "fwd"]
+    source: IPNetwork
+    destination: IPNetwork
+    outer_source: IPAddress
+    outer_destination: IPAddress
+    device: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what the kernel replaces by."""
+        ends = (self.source, self.destination)
+        return self.direction, *((end.version, int(end.network_address), end.prefixlen) for end in ends)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        inner = f"policy {self.direction} src {self.source} dst {self.destination}"
+        return f"{inner} tunnel src {self.outer_source} dst {self.outer_destination}"
+
+
+KernelObject: TypeAlias = Address | Neighbour | FdbEntry | WireguardPeer | IpsecPolicy | Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +381,12 @@ class DesiredState:
     additive: bool = False
     alone: bool = True
     peers: frozenset[WireguardPeer] = frozenset()
+    policies: frozenset[IpsecPolicy] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """What the kernel holds: everything of our devices, all addresses, the main tables' routes.
+    """What the kernel holds: everything of our devices, all addresses, the main tables' routes, tunnel policies.
 
     ``silent`` are the peers that are sent to and do not answer.
     """
@@ -359,4 +396,5 @@ class ObservedState:
     fdb: frozenset[FdbEntry] = frozenset()
     routes: frozenset[Route] = frozenset()
     peers: frozenset[WireguardPeer] = frozenset()
+    policies: frozenset[IpsecPolicy] = frozenset()
     silent: frozenset[WireguardPeer] = frozenset()

@@ -39,7 +39,7 @@ class Kernel(Protocol):
         ...
 
     def observe(self, devices: Collection[str]) -> ObservedState:
-        """Return all addresses and routes, and the neighbours, FDB entries and peers of ``devices``.
+        """Return all addresses, routes and tunnel policies, and the neighbours, FDB entries and peers of ``devices``.
 
         The endpoint of a live WireGuard peer that moved shows as it was last put.
         """

@@ -12,6 +12,7 @@ from backends.dataplane.model import (
     Change,
     DesiredState,
     FdbEntry,
+    IpsecPolicy,
     KernelObject,
     Neighbour,
     ObservedState,
@@ -72,6 +73,7 @@ class _Record:
             frozenset(t for t in targets if isinstance(t, FdbEntry)),
             frozenset(t for t in targets if isinstance(t, Route)),
             frozenset(t for t in targets if isinstance(t, WireguardPeer)),
+            frozenset(t for t in targets if isinstance(t, IpsecPolicy)),
         )
 
     def replace(self, keys: Iterable[Key], state: ObservedState) -> None:
@@ -195,7 +197,7 @@ class Reconciler:
 
 
 def _parts(state: ObservedState) -> list[KernelObject]:
-    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.routes]
+    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.policies, *state.routes]
 
 
 def _log_changes(changes: list[Change]) -> None:

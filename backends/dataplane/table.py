@@ -10,6 +10,7 @@ from backends.dataplane.model import (
     Address,
     DesiredState,
     FdbEntry,
+    IpsecPolicy,
     KernelObject,
     Neighbour,
     Route,
@@ -27,7 +28,7 @@ def key_of(target: KernelObject) -> Key:
 
 def objects_of(state: DesiredState) -> list[KernelObject]:
     """Return everything a state wants."""
-    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.routes]
+    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.policies, *state.routes]
 
 
 def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> DesiredState:
@@ -40,6 +41,7 @@ def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> Desir
         fdb=frozenset(t for t in listed if isinstance(t, FdbEntry)),
         routes=frozenset(t for t in listed if isinstance(t, Route)),
         peers=frozenset(t for t in listed if isinstance(t, WireguardPeer)),
+        policies=frozenset(t for t in listed if isinstance(t, IpsecPolicy)),
     )
 
 

@@ -26,6 +26,7 @@ from backends.dataplane.model import (
     Address,
     Change,
     FdbEntry,
+    IpsecPolicy,
     Link,
     LinkSpec,
     Neighbour,
@@ -39,6 +40,7 @@ from backends.kernel import ethtool, rtnl, tunnels
 from backends.kernel.sockets import BATCH, NetlinkSocket, Refusal, kernel_error
 from backends.kernel.wireguard import WireguardDevices
 from backends.kernel.wireguard_go import WireguardGo, installed
+from backends.kernel.xfrm import read_policies, request_policies
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
@@ -100,7 +102,7 @@ class NetlinkKernel:
         return frozenset(found)
 
     def observe(self, devices: Collection[str]) -> ObservedState:
-        """Return all addresses and routes, and the neighbours, FDB entries and peers of ``devices``."""
+        """Return all addresses, routes and policies, and the neighbours, FDB entries and peers of ``devices``."""
         neighbours: set[Neighbour] = set()
         fdb: set[FdbEntry] = set()
         peers: frozenset[WireguardPeer] = frozenset()
@@ -124,7 +126,9 @@ class NetlinkKernel:
                     else:
                         neighbours.add(entry)
         addresses = frozenset(self.addresses())
-        return ObservedState(addresses, frozenset(neighbours), frozenset(fdb), self.routes(), peers, silent)
+        return ObservedState(
+            addresses, frozenset(neighbours), frozenset(fdb), self.routes(), peers, read_policies(), silent
+        )
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         """Make the changes in order; a refused one does not stop the others."""
@@ -144,6 +148,8 @@ class NetlinkKernel:
                 return None
             case WireguardPeer(device=device):
                 return (self._wireguard_go if self._wireguard_go.holds(device) else self._wireguard).request
+            case IpsecPolicy():
+                return request_policies
             case _:
                 return self._send_bulk
 
@@ -183,6 +189,7 @@ class NetlinkKernel:
                     index=self._index(address.device),
                     address=str(address.interface.ip),
                     prefixlen=address.interface.network.prefixlen,
+                    **({"label": address.label} if address.label else {}),
                 ),
             )
         except KernelError as error:
@@ -355,4 +362,5 @@ def _parse_address(message: Any, names: dict[int, str]) -> Address | None:
         temporary=bool(flags & IFA_F_SECONDARY),
         deprecated=bool(flags & IFA_F_DEPRECATED),
         tentative=bool(flags & IFA_F_TENTATIVE),
+        label=message.get_attr("IFA_LABEL") or "",
     )

@@ -133,6 +133,8 @@ def _route_body(index: int, route: Route, scope: int) -> bytes:
         body += attribute(RTA_GATEWAY, route.gateway.packed)
     if index:
         body += attribute(RTA_OIF, _U32.pack(index))
+    if route.source is not None:
+        body += attribute(RTA_PREFSRC, route.source.packed)
     if route.metric is not None:
         body += attribute(RTA_PRIORITY, _U32.pack(route.metric))
     if route.encap is not None:

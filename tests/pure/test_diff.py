@@ -16,6 +16,7 @@ from backends.dataplane.model import (
     Endpoint,
     FdbEntry,
     Ipip,
+    IpsecPolicy,
     Link,
     Neighbour,
     ObservedState,
@@ -76,6 +77,11 @@ peers = st.builds(
     numbers,
     numbers,
 )
+policies = st.builds(
+    lambda n, r: IpsecPolicy("out", ip_network("10.5.1.0/24"), _networks(n)[0], ip_address("192.0.2.1"), r),
+    numbers,
+    numbers.map(lambda n: ip_address(f"192.0.2.{n}")),
+)
 observed_states = st.builds(
     ObservedState,
     st.frozensets(addresses),
@@ -83,14 +89,16 @@ observed_states = st.builds(
     st.frozensets(fdb),
     st.frozensets(routes),
     _unique(peers),
+    _unique(policies),
 )
 desired_states = st.builds(
-    lambda a, n, f, r, p: _desired(addresses=a, neighbours=n, fdb=f, routes=r, peers=p),
+    lambda a, n, f, r, p, i: _desired(addresses=a, neighbours=n, fdb=f, routes=r, peers=p, policies=i),
     st.frozensets(addresses.filter(lambda a: a.device == DEVICE), max_size=1),
     _unique(neighbours),
     _unique(fdb),
     _unique(routes.filter(lambda r: r.device == DEVICE and r.protocol == 3)),
     _unique(peers),
+    _unique(policies),
 )
 
 
@@ -107,6 +115,7 @@ def test_applying_the_difference_gives_the_desired_state(observed: ObservedState
     assert desired.neighbours == held.neighbours
     assert desired.fdb == held.fdb
     assert desired.peers == held.peers
+    assert desired.policies == held.policies
     assert desired.routes - blocked_routes(held, desired).keys() <= held.routes
 
 
@@ -126,6 +135,7 @@ def test_additive_state_fills_gaps_and_touches_nothing_else(observed: ObservedSt
         (observed.neighbours, held.neighbours, desired.neighbours),
         (observed.fdb, held.fdb, desired.fdb),
         (observed.peers, held.peers, _free(desired.peers, observed)),
+        (observed.policies, held.policies, desired.policies),
         (observed.routes, held.routes, desired.routes - blocked_routes(observed, desired).keys()),
     ):
         assert before <= after <= before | wanted
