@@ -8,8 +8,8 @@ from importlib import import_module
 from backends.api import Backend, BackendFactory, Setting
 from subnet.errors import ConfigError
 
-AVAILABLE = ("alloc", "extension", "host-gw", "ipip", "udp", "vxlan", "wireguard")
-PLANNED = ("ipsec", "tencent-vpc")
+AVAILABLE = ("alloc", "extension", "host-gw", "ipip", "ipsec", "udp", "vxlan", "wireguard")
+PLANNED = ("tencent-vpc",)
 """Types that flannel has and this version has not."""
 
 _TYPE = re.compile(r"[a-z][a-z0-9-]*$")

@@ -313,10 +313,9 @@ class WireguardPeer:
 
 @dataclass(frozen=True, slots=True)
 class IpsecPolicy:
-    """Packets between two networks go through an ESP tunnel between two hosts (ip-xfrm(8)).
+    """Packets between two networks go through an ESP tunnel between two hosts (ip-xfrm(8)), whatever their device.
 
     ``direction`` is the kernel's: ``out``, ``in`` for packets to this host, ``fwd`` for those to its containers.
-    Policies have no device.
     """
 
     direction: Literal["out", "in", "fwd"]

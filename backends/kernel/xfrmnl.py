@@ -1,4 +1,4 @@
-"""Wire format of the netlink messages that set tunnel policies of IPsec.
+"""Wire format of the netlink messages that set tunnel policies of IPsec and remove security associations.
 
 Pure encoding and decoding: pyroute2 has no messages of this protocol. Source:
 linux/xfrm.h; the tests compare with what ip-xfrm(8) makes and shows.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Literal
 
@@ -15,8 +16,9 @@ from backends.dataplane.model import Change, IpsecPolicy
 from backends.kernel.rtnl import DUMP_FLAGS, NLM_F_ACK, NLM_F_REQUEST, Header, attribute, attributes, message
 from subnet.model import IPAddress, IPNetwork
 
+XFRM_MSG_NEWSA, XFRM_MSG_DELSA, XFRM_MSG_GETSA = 0x10, 0x11, 0x12
 XFRM_MSG_NEWPOLICY, XFRM_MSG_DELPOLICY, XFRM_MSG_GETPOLICY, XFRM_MSG_UPDPOLICY = 0x13, 0x14, 0x15, 0x19
-XFRMA_TMPL, XFRMA_MARK, XFRMA_IF_ID = 5, 21, 31
+XFRMA_TMPL, XFRMA_SRCADDR, XFRMA_MARK, XFRMA_IF_ID = 5, 13, 21, 31
 DIRECTIONS: dict[int, Literal["out", "in", "fwd"]] = {0: "in", 1: "out", 2: "fwd"}
 DIRECTION_NUMBERS = {name: number for number, name in DIRECTIONS.items()}
 XFRM_POLICY_ALLOW, XFRM_MODE_TUNNEL = 0, 1
@@ -32,6 +34,10 @@ _USED = struct.Struct("=QQQQ")
 _POLICY_END = struct.Struct("=IIBBBB4x")
 _ID_END = struct.Struct("=IB3x")
 _TEMPLATE = struct.Struct("=16sIB3xH2x16sIBBBxIII")
+_ID = struct.Struct("=16sIB3x16s")
+_SA_ID = struct.Struct("=16sIHBx")
+_REQID_AND_FAMILY = struct.Struct("=IH")
+_REQID_AT = _SELECTOR.size + _ID.size + _LIFETIME.size + _USED.size + 16
 _POLICY_START = _SELECTOR.size + _LIFETIME.size + _USED.size
 
 
@@ -84,6 +90,38 @@ def encode(change: Change, sequence: int) -> bytes:
 def dump_policies(sequence: int = 0) -> bytes:
     """Ask for all policies of the network namespace."""
     return message(XFRM_MSG_GETPOLICY, DUMP_FLAGS, sequence, bytes(_SELECTOR.size + _ID_END.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Association:
+    """What tells a security association of ours from others. ``spi`` as on the wire, read as a number of this host."""
+
+    source: IPAddress
+    destination: IPAddress
+    spi: int
+    protocol: int
+
+
+def dump_associations(sequence: int = 0) -> bytes:
+    """Ask for all security associations of the network namespace."""
+    return message(XFRM_MSG_GETSA, DUMP_FLAGS, sequence, b"")
+
+
+def decode_association(buffer: bytes, header: Header) -> Association | None:
+    """Return an association under our request id, None for every other."""
+    destination, spi, protocol, source = _ID.unpack_from(buffer, header.start + _SELECTOR.size)
+    reqid, family = _REQID_AND_FAMILY.unpack_from(buffer, header.start + _REQID_AT)
+    if reqid != REQID:
+        return None
+    return Association(_address(source, family), _address(destination, family), spi, protocol)
+
+
+def delete_association(association: Association, sequence: int) -> bytes:
+    """Remove an association; its keys are gone with it."""
+    destination = association.destination
+    body = _SA_ID.pack(_packed(destination), association.spi, _family(destination.version), association.protocol)
+    body += attribute(XFRMA_SRCADDR, _packed(association.source))
+    return message(XFRM_MSG_DELSA, NLM_F_REQUEST | NLM_F_ACK, sequence, body)
 
 
 def decode(buffer: bytes, header: Header) -> IpsecPolicy | None:

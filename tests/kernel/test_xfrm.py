@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
@@ -18,6 +19,7 @@ from backends.dataplane.model import (
     Route,
 )
 from backends.kernel.netlink import NetlinkKernel
+from backends.kernel.xfrm import remove_associations
 from tests.support.netns import Namespace
 
 pytestmark = [pytest.mark.kernel, pytest.mark.stock]
@@ -98,6 +100,27 @@ def test_deleting_what_is_gone_is_success_and_many_go_in_batches(kernel: Netlink
     assert kernel.apply([Change("put", policy) for policy in many]) == []
     assert kernel.observe([]).policies == frozenset(many)
     assert converge(kernel, desired()) == MANY
+
+
+@pytest.mark.vm
+def test_associations_with_a_peer_are_removed_and_no_others(namespace: Namespace) -> None:
+    namespace.ip("link add eth0 type veth peer name far0")
+    here = ip_address("192.0.2.1")
+    for number, (source, destination, reqid) in enumerate([(1, 2, 11), (2, 1, 11), (1, 3, 11), (1, 2, 12)], 1):
+        namespace.ip(
+            f"xfrm state add src 192.0.2.{source} dst 192.0.2.{destination} proto esp spi {number} reqid {reqid} "
+            f"mode tunnel aead rfc4106(gcm(aes)) 0x{'01' * 20} 128"
+        )
+
+    def left() -> list[str]:
+        return sorted(re.findall(r"spi 0x0*(\d)", namespace.ip("xfrm state")))
+
+    with namespace.inside():
+        remove_associations(here, ip_address("192.0.2.2"))
+        assert left() == ["3", "4"]
+        remove_associations(here)
+        remove_associations(here)
+    assert left() == ["4"]
 
 
 def test_the_hosts_own_address_is_marked_and_goes_with_the_mark(namespace: Namespace, kernel: NetlinkKernel) -> None:

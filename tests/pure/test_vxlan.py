@@ -194,7 +194,7 @@ def test_mtu_option_is_the_underlays(backend: str, mtu_bytes: int) -> None:
         ('{"Type":"vxlan","VNI":1.5}', "Backend.VNI"),
         ('{"Type":"vxlan","GBP":1}', "Backend.GBP"),
         ('{"Type":"vxlam"}', "'vxlam' is unknown"),
-        ('{"Type":"ipsec"}', "'ipsec' is not available"),
+        ('{"Type":"tencent-vpc"}', "'tencent-vpc' is not available"),
         ("{}", "'' is unknown"),
         ('{"Type":"../vxlan"}', "is unknown"),
     ],

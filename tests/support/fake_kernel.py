@@ -49,6 +49,7 @@ class FakeKernel:
             frozenset(e for e in held.fdb if e.device != name),
             frozenset(r for r in held.routes if r.device != name),
             frozenset(p for p in held.peers if p.device != name),
+            held.policies,
         )
 
     def set_address(self, device: str, text: str) -> None:

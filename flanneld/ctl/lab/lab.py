@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from ipaddress import IPv4Interface, IPv6Interface
@@ -30,7 +31,7 @@ _serial = itertools.count(1)
 
 
 def network_config(backend: str = "vxlan", family: FamilyChoice = "v4") -> dict[str, Any]:
-    """Return a network config; ``backend`` goes to ``Backend.Type`` as it is."""
+    """Return a network config; ``backend`` goes to ``Backend.Type`` as it is, with what it cannot do without."""
     config: dict[str, Any] = {}
     if family != "v6":
         config["Network"] = "10.5.0.0/16"
@@ -38,7 +39,8 @@ def network_config(backend: str = "vxlan", family: FamilyChoice = "v4") -> dict[
         config["EnableIPv4"] = False
     if family != "v4":
         config |= {"EnableIPv6": True, "IPv6Network": "fd05::/48"}
-    return config | {"Backend": {"Type": backend}}
+    psk = {"PSK": secrets.token_hex(64)} if backend.lower() == "ipsec" else {}
+    return config | {"Backend": {"Type": backend, **psk}}
 
 
 def _quiet(text: str) -> None:
@@ -216,8 +218,8 @@ class Lab:
         return itertools.permutations([h for h in self.hosts if h.pods], 2)
 
     def _has_helpers(self) -> bool:
-        """Whether daemons may start programs whose sockets and locks are found by a path."""
-        return str((self.config.get("Backend") or {}).get("Type", "")).lower() == "wireguard"
+        """Whether daemons may start programs whose sockets and locks are found by a path: wireguard-go, charon."""
+        return str((self.config.get("Backend") or {}).get("Type", "")).lower() in {"wireguard", "ipsec"}
 
     def _bypass_bridge_filter(self) -> None:
         # With br_netfilter loaded, the switch would pass frames through its own IP rules.

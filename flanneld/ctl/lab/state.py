@@ -13,7 +13,7 @@ Network: TypeAlias = IPv4Network | IPv6Network
 Object: TypeAlias = Mapping[str, Any]
 
 _TUNNELS = ("flannel", "flannel-")
-_UNDERLAY = "eth0"
+_UNDERLAY, _PROTOCOL = "eth0", "142"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def _is_peer_route(route: Object) -> bool:
     device, destination = route.get("dev", ""), str(route.get("dst", ""))
     if destination == "default" or destination.startswith(("fe80:", "ff00:")) or route.get("protocol") == "kernel":
         return device.startswith(_TUNNELS) and not destination.startswith(("fe80:", "ff00:"))
-    return bool(device.startswith(_TUNNELS) or (device == _UNDERLAY and route.get("gateway")))
+    peer = route.get("gateway") or route.get("protocol") == _PROTOCOL
+    return bool(device.startswith(_TUNNELS) or (device == _UNDERLAY and peer))
 
 
 def _covers(route: Object, subnet: Network) -> bool:
