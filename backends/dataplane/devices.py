@@ -68,6 +68,7 @@ def _ipip_differences(have: Ipip, want: Ipip) -> str:
     differences = (
         (have.local != want.local, f"local address {have.local or 'any'}"),
         (have.remote != want.remote, f"remote address {have.remote}"),
+        (have.fou_port != want.fou_port, f"UDP port {have.fou_port}" if have.fou_port else "no UDP port"),
     )
     return ", ".join(text for differs, text in differences if differs)
 
@@ -230,7 +231,7 @@ def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> str | None:
                 if have.vni == want.vni and _port(have) == _port(want) and same_family:
                     return f"device {link.name} has VNI {want.vni} and the same port"
             case Ipip() as have, Ipip() as want:
-                if have == want:
+                if (have.local, have.remote) == (want.local, want.remote):
                     return f"device {link.name} has the same local address"
             case Ip6Tunnel(external=True), Ip6Tunnel(external=True):
                 return f"device {link.name} is external already, and there can be only one"

@@ -27,7 +27,7 @@ from backends.dataplane.model import (
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
-TUNNEL_NAME = re.compile(r"flannel((-v6)?\.(\d+|ipip)|-wg(-v6)?)$")
+TUNNEL_NAME = re.compile(r"flannel((-v6)?\.(\d+|ipip|fou)|-wg(-v6)?)$")
 
 
 def _inside(network: IPNetwork, outer: Iterable[IPNetwork]) -> bool:

@@ -51,15 +51,20 @@ class Vxlan:
 
 @dataclass(frozen=True, slots=True)
 class Ipip:
-    """What makes an IPv4-in-IPv4 device (RFC 2003). Without ``remote`` each packet goes to its route's gateway."""
+    """What makes an IPv4-in-IPv4 device (RFC 2003). Without ``remote`` each packet goes to its route's gateway.
+
+    ``fou_port``: packets travel in UDP from and to that port; 0: without UDP.
+    """
 
     kind: ClassVar[str] = "ipip"
 
     local: IPv4Address | None
     remote: IPv4Address | None = None
+    fou_port: int = 0
 
     def __str__(self) -> str:
-        return f"ipip local {self.local} remote {self.remote or 'any'}"
+        encap = f" encap fou encap-sport {self.fou_port} encap-dport {self.fou_port}" if self.fou_port else ""
+        return f"ipip local {self.local} remote {self.remote or 'any'}{encap}"
 
 
 @dataclass(frozen=True, slots=True)

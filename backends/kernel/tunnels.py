@@ -8,6 +8,8 @@ from typing import Any
 from backends.dataplane.model import Ip6Tunnel, Ipip, Tunnel, Vxlan, Wireguard
 
 IPPROTO_IPV6 = 41
+ENCAP_FOU, ENCAP_CSUM = 1, 1
+"""TUNNEL_ENCAP_FOU, TUNNEL_ENCAP_FLAG_CSUM (linux/if_tunnel.h)."""
 
 
 def options(tunnel: Tunnel) -> dict[str, Any]:
@@ -16,7 +18,7 @@ def options(tunnel: Tunnel) -> dict[str, Any]:
         case Vxlan():
             return {"kind": tunnel.kind, **_vxlan_options(tunnel)}
         case Ipip():
-            values = {"ipip_ttl": 0, "ipip_tos": 0, "ipip_pmtudisc": 0}
+            values = {"ipip_ttl": 0, "ipip_tos": 0, "ipip_pmtudisc": 0, **_fou_options(tunnel.fou_port)}
             ends = {"ipip_local": tunnel.local, "ipip_remote": tunnel.remote}
             return {"kind": tunnel.kind, **values, **{name: str(end) for name, end in ends.items() if end is not None}}
         case Ip6Tunnel():
@@ -25,6 +27,15 @@ def options(tunnel: Tunnel) -> dict[str, Any]:
             return {"kind": tunnel.kind, "ip6tnl_proto": IPPROTO_IPV6, **metadata}
         case Wireguard():
             return {"kind": tunnel.kind}
+
+
+def _fou_options(port: int) -> dict[str, int]:
+    if not port:
+        return {}
+    # With a checksum outside, as a socket sends: without one receivers do not merge datagrams. The TTL stays that of
+    # the inner header: with one of its own the kernel would forbid fragmentation of every packet.
+    encap = {"ipip_encap_type": ENCAP_FOU, "ipip_encap_flags": ENCAP_CSUM}
+    return {**encap, "ipip_encap_sport": port, "ipip_encap_dport": port}
 
 
 def _vxlan_options(vxlan: Vxlan) -> dict[str, Any]:
@@ -58,7 +69,9 @@ def parse(kind: str, data: Any) -> Tunnel | None:
         case Vxlan.kind:
             return _parse_vxlan(data)
         case Ipip.kind:
-            return Ipip(_end(data.get_attr("IFLA_IPIP_LOCAL")), _end(data.get_attr("IFLA_IPIP_REMOTE")))
+            fou = data.get_attr("IFLA_IPIP_ENCAP_TYPE") == ENCAP_FOU
+            port = data.get_attr("IFLA_IPIP_ENCAP_DPORT") if fou else 0
+            return Ipip(_end(data.get_attr("IFLA_IPIP_LOCAL")), _end(data.get_attr("IFLA_IPIP_REMOTE")), port)
         case Ip6Tunnel.kind:
             return Ip6Tunnel(data.get_attr("IFLA_IP6TNL_COLLECT_METADATA") is not None)
         case _:

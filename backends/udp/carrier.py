@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -13,9 +14,12 @@ from typing import Final
 from backends.api import Carrier
 from backends.dataplane.model import Link
 from backends.dataplane.ports import Kernel
+from backends.kernel import fou
+from backends.kernel.fou import FouPort
 from backends.kernel.tun import Tun, open_tun
 from backends.udp import routes
 from backends.udp.api import DEVICE_GONE, Forwarding, Pump, overlay_address
+from backends.udp.options import carried
 from backends.udp.pump import PythonPump
 from backends.udp.wire import Wire, open_wire
 from subnet.errors import KernelError
@@ -28,15 +32,6 @@ END_WITHIN_S: Final = 1.0
 
 MakePump = Callable[[Tun, Wire, int, int], Pump]
 """Makes a pump from TUN, socket, port and MTU."""
-
-
-def carried(lease: Lease) -> bool:
-    """Whether packets can be sent to a lease's node: those of this backend name no type.
-
-    Upstream does not look at the type; but a node with another backend listens
-    at no such port, and its packets would vanish without an error.
-    """
-    return not lease.attrs.backend_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +165,7 @@ class UdpCarrier(Carrier):
 
     def _open(self) -> _Running:
         spec = self.spec
-        wire = open_wire(spec.local, spec.port)
+        wire = self._bind()
         try:
             tun = open_tun(DEVICE_PATTERN, offloads=self._native)
         except KernelError:
@@ -185,6 +180,14 @@ class UdpCarrier(Carrier):
         log.info("device %s created: %s, %s", tun.name, where, self._how(tun, wire))
         return _Running(tun, wire, pump, thread, tun.index())
 
+    def _bind(self) -> Wire:
+        try:
+            return open_wire(self.spec.local, self.spec.port)
+        except KernelError as error:
+            if error.errno != errno.EADDRINUSE or not _close_kernels_port(self.spec):
+                raise
+        return open_wire(self.spec.local, self.spec.port)
+
     def _how(self, tun: Tun, wire: Wire) -> str:
         features = {"TSO": tun.tso, "USO": tun.uso} if self._native else {}
         features |= {"UDP GSO": wire.gso, "UDP GRO": wire.gro}
@@ -192,6 +195,16 @@ class UdpCarrier(Carrier):
         lack = ", ".join(name for name, there in features.items() if not there)
         pump = "native pump" if self._native else "pump in Python (the native one was not built)"
         return f"{pump} with {have}" + (f", without {lack}" if lack else "")
+
+
+def _close_kernels_port(spec: CarrierSpec) -> bool:
+    """Close the port that data path ``fou`` left open; whether there was one."""
+    left = FouPort(spec.local, spec.port)
+    if left not in fou.ports():
+        return False
+    fou.remove(left)
+    log.info("%s of an earlier configuration is removed", left)
+    return True
 
 
 def _run(pump: Pump, device: str) -> None:

@@ -262,6 +262,7 @@ IP6 = LinkSpec("flannel-v6.ipip", 6, Ip6Tunnel(), 1460)
         (Ipip(None), "local address any"),
         (Ipip(IPv4Address("192.0.2.9")), "local address 192.0.2.9"),
         (Ipip(LOCAL, IPv4Address("192.0.2.2")), "remote address 192.0.2.2"),
+        (Ipip(LOCAL, fou_port=8285), "UDP port 8285"),
     ],
 )
 def test_W08_ipip_device_with_other_ends_is_rebuilt(tunnel: Ipip, says: str) -> None:

@@ -263,6 +263,7 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             _tunnel("vxlan7", 6, 7),
             Link("flannel.8", 7, "bridge", "", 1500, True),
             Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
+            Link("flannel.fou", 12, "ipip", "", 1472, True, Ipip(None, fou_port=8285)),
             Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
             Link("flannel-wg", 10, "wireguard", "", 1420, True, Wireguard(51820, "")),
             Link("wg0", 11, "wireguard", "", 1420, True, Wireguard(51821, "")),
@@ -275,11 +276,12 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("vxlan7", ip_interface("10.5.1.0/32")),
         Address("flannel.8", ip_interface("10.5.1.0/32")),
         Address("flannel.ipip", ip_interface("10.5.1.0/32")),
+        Address("flannel.fou", ip_interface("10.5.1.0/32")),
         Address("tunl0", ip_interface("10.5.1.0/32")),
         Address("flannel-wg", ip_interface("10.5.1.0/32")),
         Address("wg0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel-wg", "flannel.2", "flannel.ipip")
+    assert leftover_links(links, held, _desired()) == ("flannel-wg", "flannel.2", "flannel.fou", "flannel.ipip")
 
 
 OWN = ip_network("10.5.7.0/24")

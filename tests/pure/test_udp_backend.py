@@ -10,8 +10,9 @@ from backends import load_backend
 from backends.api import CarryingBackend, ExternalInterface, Setting
 from backends.dataplane.model import PROTO_BOOT, Address, Route
 from backends.dataplane.table import WantedTable
-from backends.udp import UdpBackend, carrier
+from backends.udp import options as udp_options
 from backends.udp.carrier import CarrierSpec, UdpCarrier
+from backends.udp.user import UdpBackend
 from subnet.config import parse_network_config
 from subnet.errors import ConfigError
 from subnet.model import Lease, LeaseAttrs, Subnets
@@ -91,8 +92,7 @@ def test_a_carrier_goes_on_while_what_it_is_made_of_stays() -> None:
         (',"Port":0', "", r"Backend\.Port 0: must be 1 to 65535"),
         (',"Port":65536', "", r"Backend\.Port 65536"),
         (',"Port":"8285"', "", r"Backend\.Port"),
-        (',"DataPath":"fou"', "", r"Backend\.DataPath 'fou' is not available in this version; it has auto, user"),
-        (',"DataPath":"bpf"', "", r"Backend\.DataPath 'bpf' is not available in this version"),
+        (',"DataPath":"bpf"', "", r"Backend\.DataPath 'bpf' is not available in this version; it has auto, user, fou"),
         (',"DataPath":"kernel"', "", r"Backend\.DataPath 'kernel' is unknown"),
         (',"DataPath":1', "", r"Backend\.DataPath 1: must be a string"),
     ],
@@ -155,5 +155,5 @@ def test_a_node_of_another_backend_is_reported_and_not_sent_to(device: Callable[
     made = device(backend())
     problems = dict(made.desired(OWN, (lease(2), lease(3, "vxlan")), lambda _: True).problems)
     assert problems == {"10.5.3.0-24": "lease 10.5.3.0-24 skipped: its node runs backend 'vxlan'"}
-    assert carrier.carried(lease(2))
-    assert not carrier.carried(lease(3, "vxlan"))
+    assert udp_options.carried(lease(2))
+    assert not udp_options.carried(lease(3, "vxlan"))

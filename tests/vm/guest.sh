@@ -6,7 +6,7 @@ export MODPROBE_OPTIONS='-d {kernel}'
 printf '#!/bin/sh\nexec modprobe -d "%s" "$@"\n' '{kernel}' >/tmp/modprobe
 chmod 755 /tmp/modprobe
 echo /tmp/modprobe >/proc/sys/kernel/modprobe
-modprobe -a tun br_netfilter
+modprobe -a tun br_netfilter fou
 ip link set lo up
 cd '{project}'
 echo '{begin}'

@@ -1,0 +1,120 @@
+"""Data path ``fou``: the kernel puts packets into UDP datagrams and takes them out; none passes through a process.
+
+On the wire it is what the pumps send: one plain IPv4 packet per datagram.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from ipaddress import IPv4Interface
+from typing import Final
+
+from backends.api import Carrier, OnLink, Setting
+from backends.dataplane.model import Address, DesiredState, Ipip, Link, LinkSpec, Route
+from backends.dataplane.ports import Kernel
+from backends.kernel import ethtool, fou
+from backends.kernel.fou import FouPort
+from backends.udp.options import Common
+from subnet.errors import KernelError
+from subnet.model import Lease, LeaseAttrs, Subnets
+
+log = logging.getLogger(__name__)
+
+DEVICE: Final = "flannel.fou"
+
+Unfinished = Callable[[str], str]
+"""Returns why packets may leave a device without checksum and undivided, empty if they do not. Raises OSError."""
+
+
+class FouBackend:
+    """One tunnel device for all peers, one port, and a route per peer that names its public address as gateway."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._common = setting, Common(setting)
+
+    def links(self, macs: Mapping[str, str], binding: bool) -> tuple[LinkSpec, ...]:
+        """The device; its packets go to and come from the port of every node."""
+        tunnel = Ipip(self._common.local, fou_port=self._common.port)
+        return (LinkSpec(DEVICE, 4, tunnel, self.mtu_bytes()),)
+
+    def device_macs(self, attrs: LeaseAttrs) -> dict[str, str]:
+        """The device has no MAC."""
+        return {}
+
+    def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
+        """As with every data path: the announced address alone."""
+        return self._common.attrs()
+
+    def mtu_bytes(self) -> int:
+        """The external interface's MTU less the outer headers."""
+        return self._common.mtu_bytes
+
+    def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
+        """Return what keeps the port open; an earlier one of another address is closed for good."""
+        wanted = FouPort(self._common.local, self._common.port)
+        interface = self._setting.interface.name
+        if isinstance(earlier, FouCarrier):
+            if (earlier.port, earlier.interface) == (wanted, interface):
+                return earlier
+            earlier.remove()
+        elif earlier is not None:
+            earlier.close()
+        return FouCarrier(wanted, interface)
+
+    def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
+        """The device's address, and a route per peer."""
+        addresses = frozenset(
+            {Address(DEVICE, IPv4Interface((own.v4.network_address, own.v4.max_prefixlen)))} if own.v4 else ()
+        )
+        routes = frozenset(
+            Route(lease.subnets.v4, DEVICE, lease.attrs.public_ip, onlink=True)
+            for lease in self._common.carried(peers)
+            if lease.subnets.v4 is not None and lease.attrs.public_ip is not None
+        )
+        return DesiredState(
+            frozenset({DEVICE}),
+            self._setting.interface.name,
+            self._setting.networks,
+            addresses,
+            routes=routes,
+            problems=self._common.problems(peers),
+        )
+
+
+class FouCarrier(Carrier):
+    """Keeps the port open. Port and device stay when the process ends, and go on carrying."""
+
+    def __init__(self, port: FouPort, interface: str, unfinished: Unfinished = ethtool.unfinished) -> None:
+        self.port, self.interface, self._unfinished = port, interface, unfinished
+
+    def ensure(self, kernel: Kernel) -> dict[str, Link]:
+        """Open the port unless it is open. Raises KernelError, too, where packets would not arrive whole."""
+        try:
+            reason = self._unfinished(self.interface)
+        except OSError as cause:
+            raise KernelError("read", f"offloads of {self.interface}", cause.errno or 0, str(cause)) from cause
+        if reason:
+            text = (
+                f"{reason}, and peers that read them in user space would lose all but pings; "
+                f"switch that off with: ethtool -K {self.interface} tx off, or set DataPath to user"
+            )
+            raise KernelError("use", f"DataPath fou on {self.interface}", 0, text)
+        if not any(there.covers(self.port) for there in fou.ports()):
+            fou.add(self.port)
+            log.info("%s added", self.port)
+        return {}
+
+    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+        """The kernel's routes say everything."""
+
+    def remove(self) -> None:
+        """Close the port for good."""
+        try:
+            fou.remove(self.port)
+            log.info("%s removed", self.port)
+        except KernelError as error:
+            log.warning("%s", error)
+
+    def close(self) -> None:
+        """Leave the port open: the data path outlives the daemon."""

@@ -1,0 +1,49 @@
+"""Every data path of the udp backend with itself, with the others, and with a peer that does one packet at a time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from backends.udp.carrier import native_available
+from tests.support.netns import MakeNamespace
+from tests.support.paths import IN_GUEST, DataPath, bad_checksums, connected, mixed_datagrams, streams
+
+pytestmark = pytest.mark.kernel
+
+PATHS: tuple[DataPath, ...] = ("native", "python", "fou", "plain")
+SLOW = frozenset({"python", "plain"})
+
+
+def marks(pair: tuple[DataPath, DataPath]) -> list[pytest.MarkDecorator]:
+    found = [pytest.mark.vm] if "fou" in pair else []
+    if "native" in pair:
+        found.append(pytest.mark.skipif(not native_available(), reason="the native pump was not built"))
+    return found
+
+
+PAIRS = [
+    pytest.param(pair, id=f"{pair[0]} with {pair[1]}", marks=marks(pair))
+    for pair in itertools.combinations_with_replacement(PATHS, 2)
+    if pair != ("plain", "plain")
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_everything_arrives_intact_and_in_order_both_ways(
+    make_namespace: MakeNamespace, pair: tuple[DataPath, DataPath]
+) -> None:
+    size = (1 if IN_GUEST else 4 if SLOW & {*pair} else 32) << 20
+    with connected(make_namespace, pair) as (first, second):
+        for source, target in ((first, second), (second, first)):
+            assert "3 received" in source.namespace.run(
+                "ping", "-c3", "-i0.2", "-W10", "-Mdo", "-s1444", target.overlay
+            )
+            mixed_datagrams(source, target, 200 if IN_GUEST else 2000)
+        other = threading.Thread(target=streams, args=(second, first, 2, size // 2, 5201), name="test-back")
+        other.start()
+        streams(first, second, 4, size // 4)
+        other.join()
+        assert (bad_checksums(first), bad_checksums(second)) == ({}, {})
