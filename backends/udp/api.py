@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network
 from typing import Final, Protocol
 
 from backends.udp.routes import Range
+from subnet.model import IPAddress, IPNetwork
 
 DEVICE_GONE: Final = frozenset({errno.EBADFD, errno.EFAULT})
 """What a TUN descriptor answers once its device was deleted."""
@@ -20,7 +20,7 @@ ICMP_PER_SECOND: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Forwarding:
-    """Where packets go, and which addresses errors about them come from (32-bit numbers, 0: send none).
+    """Where packets go, and which addresses errors about them come from (numbers, 0: send none).
 
     ``own`` answers remote senders. ``overlay`` answers local ones: the kernel
     takes no packet from outside with an address of its own as source, so it
@@ -32,9 +32,9 @@ class Forwarding:
     overlay: int = 0
 
 
-def overlay_address(network: IPv4Network, subnet: IPv4Network) -> IPv4Address:
+def overlay_address(network: IPNetwork, subnet: IPNetwork) -> IPAddress:
     """Return an address of the network outside the own subnet, the network's first if possible."""
-    first = network.network_address
+    first: IPAddress = network.network_address
     return subnet.broadcast_address + 1 if first in subnet else first
 
 

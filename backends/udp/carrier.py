@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address
 from typing import Final
 
 from backends.api import Carrier
@@ -21,13 +21,13 @@ from backends.udp import routes
 from backends.udp.api import DEVICE_GONE, Forwarding, Pump, overlay_address
 from backends.udp.options import carried
 from backends.udp.pump import PythonPump
-from backends.udp.wire import Wire, open_wire
+from backends.udp.wire import Wire, open_wire, shown
 from subnet.errors import KernelError
-from subnet.model import Lease, Subnets
+from subnet.model import Family, IPAddress, IPNetwork, Lease, Subnets
 
 log = logging.getLogger(__name__)
 
-DEVICE_PATTERN: Final = "flannel%d"
+DEVICE_PATTERN: Final[Mapping[Family, str]] = {4: "flannel%d", 6: "flannel-v6.%d"}
 END_WITHIN_S: Final = 1.0
 
 MakePump = Callable[[Tun, Wire, int, int], Pump]
@@ -36,12 +36,25 @@ MakePump = Callable[[Tun, Wire, int, int], Pump]
 
 @dataclass(frozen=True, slots=True)
 class CarrierSpec:
-    """What makes a carrier: the local end, the port of every node, the TUN's MTU, and the cluster's network."""
+    """What makes a carrier: the local end, the port of every node, the TUN's MTU, and the cluster's network.
 
-    local: IPv4Address
+    IPv4 travels in IPv4, IPv6 in IPv6.
+    """
+
+    local: IPAddress
     port: int
     mtu_bytes: int
-    network: IPv4Network
+    network: IPNetwork
+
+    @property
+    def family(self) -> Family:
+        """Return the address family of both."""
+        return 4 if self.network.version == 4 else 6
+
+    @property
+    def pattern(self) -> str:
+        """Return what the device is called."""
+        return DEVICE_PATTERN[self.family]
 
 
 class NativePump:
@@ -59,12 +72,19 @@ class NativePump:
             gso=wire.gso,
             port=port,
             mtu_bytes=mtu_bytes,
+            version=wire.family,
         )
+        self._family = wire.family
         self.run, self.stop, self.stats = self._pump.run, self._pump.stop, self._pump.stats
 
     def forward(self, forwarding: Forwarding) -> None:
         """Replace routes and addresses."""
-        self._pump.forward(routes.pack(forwarding.ranges), forwarding.own, forwarding.overlay)
+        own, overlay = (_packed(number, self._family) for number in (forwarding.own, forwarding.overlay))
+        self._pump.forward(routes.pack(forwarding.ranges, self._family), own, overlay)
+
+
+def _packed(address: int, family: Family) -> bytes:
+    return address.to_bytes(4 if family == 4 else 16, "big") if address else b""
 
 
 def native_available() -> bool:
@@ -100,7 +120,7 @@ class UdpCarrier(Carrier):
     def device(self) -> str:
         """Return the TUN's name. Raises KernelError while there is none."""
         if self._running is None:
-            raise KernelError("use", f"device {DEVICE_PATTERN}", 0, "it is not open")
+            raise KernelError("use", f"device {self.spec.pattern}", 0, "it is not open")
         return self._running.tun.name
 
     def stats(self) -> Mapping[str, int]:
@@ -125,17 +145,19 @@ class UdpCarrier(Carrier):
 
     def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
         """Tell the pump which subnet is behind which address."""
-        if own.v4 is None:
+        family = self.spec.family
+        subnet = own.of(family)
+        if subnet is None:
             return
-        table = {
-            lease.subnets.v4: lease.attrs.public_ip
-            for lease in peers
-            if carried(lease) and lease.subnets.v4 is not None and lease.attrs.public_ip is not None
-        }
+        table = {}
+        for lease in peers:
+            theirs, public = lease.subnets.of(family), lease.attrs.public(family)
+            if carried(lease) and theirs is not None and public is not None:
+                table[theirs] = public
         forwarding = Forwarding(
             routes.ranges(table),
-            int(own.v4.network_address),
-            int(overlay_address(self.spec.network, own.v4)),
+            int(subnet.network_address),
+            int(overlay_address(self.spec.network, subnet)),
         )
         if forwarding != self._forwarding:
             self._forwarding = forwarding
@@ -167,7 +189,7 @@ class UdpCarrier(Carrier):
         spec = self.spec
         wire = self._bind()
         try:
-            tun = open_tun(DEVICE_PATTERN, offloads=self._native)
+            tun = open_tun(spec.pattern, offloads=self._native)
         except KernelError:
             wire.socket.close()
             raise
@@ -176,7 +198,7 @@ class UdpCarrier(Carrier):
         pump.forward(self._forwarding)
         thread = threading.Thread(target=_run, args=(pump, tun.name), name="udp-pump", daemon=True)
         thread.start()
-        where = f"udp {spec.local}:{spec.port} mtu {spec.mtu_bytes}"
+        where = f"udp {shown(spec.local, spec.port)} mtu {spec.mtu_bytes}"
         log.info("device %s created: %s, %s", tun.name, where, self._how(tun, wire))
         return _Running(tun, wire, pump, thread, tun.index())
 
@@ -199,6 +221,8 @@ class UdpCarrier(Carrier):
 
 def _close_kernels_port(spec: CarrierSpec) -> bool:
     """Close the port that data path ``fou`` left open; whether there was one."""
+    if not isinstance(spec.local, IPv4Address):
+        return False
     left = FouPort(spec.local, spec.port)
     if left not in fou.ports():
         return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from ipaddress import IPv4Interface
+from ipaddress import IPv4Address, IPv4Interface
 from typing import Final
 
 from backends.api import Carrier, OnLink, Setting
@@ -15,8 +15,9 @@ from backends.dataplane.model import Address, DesiredState, Ipip, Link, LinkSpec
 from backends.dataplane.ports import Kernel
 from backends.kernel import ethtool, fou
 from backends.kernel.fou import FouPort
-from backends.udp.options import Common
-from subnet.errors import KernelError
+from backends.udp import options
+from backends.udp.options import carried, foreign
+from subnet.errors import ConfigError, KernelError
 from subnet.model import Lease, LeaseAttrs, Subnets
 
 log = logging.getLogger(__name__)
@@ -31,11 +32,16 @@ class FouBackend:
     """One tunnel device for all peers, one port, and a route per peer that names its public address as gateway."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting, self._common = setting, Common(setting)
+        self._setting = setting
+        address = options.local(setting, 4) if setting.config.ipv4 else None
+        if not isinstance(address, IPv4Address):
+            raise ConfigError("Backend.DataPath 'fou' carries IPv4 only, which the config does not enable")
+        self._port = FouPort(address, options.port(setting))
+        self._mtu_bytes = options.mtu_bytes(setting, 4)
 
     def links(self, macs: Mapping[str, str], binding: bool) -> tuple[LinkSpec, ...]:
         """The device; its packets go to and come from the port of every node."""
-        tunnel = Ipip(self._common.local, fou_port=self._common.port)
+        tunnel = Ipip(self._port.local, fou_port=self._port.port)
         return (LinkSpec(DEVICE, 4, tunnel, self.mtu_bytes()),)
 
     def device_macs(self, attrs: LeaseAttrs) -> dict[str, str]:
@@ -43,24 +49,23 @@ class FouBackend:
         return {}
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
-        """As with every data path: the announced address alone."""
-        return self._common.attrs()
+        """The announced address alone, as with every data path."""
+        return LeaseAttrs(self._setting.interface.public_v4)
 
     def mtu_bytes(self) -> int:
         """The external interface's MTU less the outer headers."""
-        return self._common.mtu_bytes
+        return self._mtu_bytes
 
     def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
         """Return what keeps the port open; an earlier one of another address is closed for good."""
-        wanted = FouPort(self._common.local, self._common.port)
         interface = self._setting.interface.name
         if isinstance(earlier, FouCarrier):
-            if (earlier.port, earlier.interface) == (wanted, interface):
+            if (earlier.port, earlier.interface) == (self._port, interface):
                 return earlier
             earlier.remove()
         elif earlier is not None:
             earlier.close()
-        return FouCarrier(wanted, interface)
+        return FouCarrier(self._port, interface)
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
         """The device's address, and a route per peer."""
@@ -69,8 +74,8 @@ class FouBackend:
         )
         routes = frozenset(
             Route(lease.subnets.v4, DEVICE, lease.attrs.public_ip, onlink=True)
-            for lease in self._common.carried(peers)
-            if lease.subnets.v4 is not None and lease.attrs.public_ip is not None
+            for lease in peers
+            if carried(lease) and lease.subnets.v4 is not None and lease.attrs.public_ip is not None
         )
         return DesiredState(
             frozenset({DEVICE}),
@@ -78,8 +83,15 @@ class FouBackend:
             self._setting.networks,
             addresses,
             routes=routes,
-            problems=self._common.problems(peers),
+            problems=self._problems(peers),
         )
+
+    def _problems(self, peers: Collection[Lease]) -> tuple[tuple[str, str], ...]:
+        pool = self._setting.config.ipv6
+        if pool is None:
+            return foreign(peers)
+        text = f"data path fou carries IPv4 only: {pool.network} is not connected"
+        return (*foreign(peers), ("IPv6Network", text))
 
 
 class FouCarrier(Carrier):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from ipaddress import IPv4Network
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from backends.api import Setting
-from backends.udp.packet import OVERHEAD_BYTES
+from backends.udp import packet, packet6
 from subnet.errors import ConfigError
-from subnet.model import Lease, LeaseAttrs
+from subnet.model import Family, IPAddress, Lease
 from subnet.options import OptionReader
 
 DEFAULT_PORT: Final = 8285
+OVERHEAD_BYTES: Final[Mapping[Family, int]] = {4: packet.OVERHEAD_BYTES, 6: packet6.OVERHEAD_BYTES}
+MINIMUM_BYTES: Final[Mapping[Family, int]] = {4: 68, 6: 1280}
+"""The least MTU that the kernel lets IPv4 and IPv6 work with (RFC 791, RFC 8200 s5)."""
 DATA_PATHS: Final = ("auto", "user", "fou")
 PLANNED_DATA_PATHS: Final = ("bpf",)
 
@@ -41,36 +43,32 @@ def carried(lease: Lease) -> bool:
     return not lease.attrs.backend_type
 
 
-class Common:
-    """The options and what follows from them. Raises ConfigError for those that cannot be used."""
+def foreign(peers: Collection[Lease]) -> tuple[tuple[str, str], ...]:
+    """Return the leases of nodes with another backend, with what is said about them."""
+    return tuple(
+        (lease.key, f"lease {lease.key} skipped: its node runs backend {lease.attrs.backend_type!r}")
+        for lease in peers
+        if not carried(lease)
+    )
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        pool, local = setting.config.ipv4, setting.interface.v4
-        if pool is None or not isinstance(pool.network, IPv4Network):
-            raise ConfigError("Backend.Type 'udp' carries IPv4 only, which the config does not enable")
-        if local is None:
-            raise ConfigError(f"{setting.interface.name} has no IPv4 address, which the config enables")
-        self.network, self.local = pool.network, local
-        self.port = OptionReader(setting.config.backend).integer("Port", DEFAULT_PORT, 1, 65535)
-        self.mtu_bytes = setting.interface.mtu_bytes - OVERHEAD_BYTES
 
-    def attrs(self) -> LeaseAttrs:
-        """Return the announced address alone: upstream's leases of this backend name no type either."""
-        return LeaseAttrs(self._setting.interface.public_v4)
+def port(setting: Setting) -> int:
+    """Return the UDP port of every node. Raises ConfigError."""
+    return OptionReader(setting.config.backend).integer("Port", DEFAULT_PORT, 1, 65535)
 
-    def carried(self, peers: Collection[Lease]) -> list[Lease]:
-        """Return the peers that packets can be sent to."""
-        return [lease for lease in peers if carried(lease)]
 
-    def problems(self, peers: Collection[Lease]) -> tuple[tuple[str, str], ...]:
-        """Return what is not connected, with the reason."""
-        found = [
-            (lease.key, f"lease {lease.key} skipped: its node runs backend {lease.attrs.backend_type!r}")
-            for lease in peers
-            if not carried(lease)
-        ]
-        if self._setting.config.ipv6 is not None:
-            network = self._setting.config.ipv6.network
-            found.append(("IPv6Network", f"backend udp carries IPv4 only: {network} is not connected"))
-        return tuple(found)
+def local(setting: Setting, family: Family) -> IPAddress:
+    """Return the interface's own address of a family that the config enables. Raises ConfigError if it has none."""
+    address = setting.interface.local(family)
+    if address is None:
+        raise ConfigError(f"{setting.interface.name} has no IPv{family} address, which the config enables")
+    return address
+
+
+def mtu_bytes(setting: Setting, family: Family) -> int:
+    """Return the external interface's MTU less the outer headers. Raises ConfigError if IP cannot work with it."""
+    left = setting.interface.mtu_bytes - OVERHEAD_BYTES[family]
+    if left < MINIMUM_BYTES[family]:
+        text = f"MTU {setting.interface.mtu_bytes} of {setting.interface.name} is too small for IPv{family} tunnels"
+        raise ConfigError(text)
+    return left

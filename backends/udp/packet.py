@@ -1,4 +1,4 @@
-"""IPv4 packets as the pump handles them: checks, TTL, checksums, ICMP errors. Pure.
+"""IPv4 packets as the pump handles them: checks, TTL, checksums, ICMP errors; ``packet6`` for IPv6. Pure.
 
 Sources: RFC 791 (IPv4), RFC 792 (ICMP), RFC 1071 and 1624 (checksum and its
 incremental update), RFC 1122 s3.2.2 and RFC 1812 s4.3.2 (when and how to
@@ -41,7 +41,7 @@ _ICMP = struct.Struct("!BBHHH")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fields of an IPv4 header that forwarding looks at. Addresses are 32-bit numbers."""
+    """The fields of an IP header that forwarding looks at. Addresses are numbers."""
 
     header_bytes: int
     total_bytes: int

@@ -13,11 +13,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from ipaddress import IPv4Address
-from typing import Final
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final, Protocol
 
 from backends.kernel.tun import Tun
-from backends.udp import packet
+from backends.udp import packet, packet6
 from backends.udp.api import COUNTERS, DEVICE_GONE, ICMP_PER_SECOND, SEND_WAIT_MS, Forwarding
 from backends.udp.routes import Table
 from backends.udp.wire import SOL_UDP, UDP_GRO, UDP_SEGMENT, Wire
@@ -37,6 +37,26 @@ _UNSEGMENTED = frozenset({errno.EMSGSIZE, errno.EINVAL, errno.EIO, errno.EOPNOTS
 takes, or a link or policy that cannot cut."""
 _SIZE = struct.Struct("=H")
 _INT = struct.Struct("=i")
+
+
+class _Format(Protocol):
+    """What differs between the families: the modules ``packet`` and ``packet6``."""
+
+    def parse(self, packet: packet.Buffer, /) -> packet.Header | None: ...
+    def decrement_ttl(self, packet: bytearray | memoryview, /) -> None: ...
+    def may_answer(self, packet: packet.Buffer, header: packet.Header, /) -> bool: ...
+    def icmp_error(
+        self,
+        kind: tuple[int, int],
+        offender: packet.Buffer,
+        header: packet.Header,
+        source: int,
+        mtu_bytes: int = 0,
+        /,
+    ) -> bytes: ...
+
+
+_FORMAT: Final[Mapping[int, _Format]] = {4: packet, 6: packet6}
 
 
 class _Run:
@@ -69,12 +89,17 @@ class _Run:
 
 
 class PythonPump:
-    """A ``Pump``. TUN and socket stay the caller's, the TUN without vnet header; ``port`` is that of every peer."""
+    """A ``Pump`` of the socket's family. TUN and socket stay the caller's, the TUN without vnet header; ``port`` is
+    that of every peer.
+    """
 
     def __init__(
         self, tun: Tun, wire: Wire, port: int, mtu_bytes: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._tun, self._wire, self._port, self._mtu_bytes = tun.fd, wire, port, mtu_bytes
+        self._ip = _FORMAT[wire.family]
+        self._address = IPv4Address if wire.family == 4 else IPv6Address
+        self._ordinary = ORDINARY if wire.family == 4 else -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopped = False
         self._state = (Table(), Forwarding())
@@ -118,7 +143,7 @@ class PythonPump:
         """Send what waits at the TUN, up to one arena full; return whether there was anything."""
         hop_of, runs = self._state[0].hop, dict[int, _Run]()
         glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
-        at = 0
+        at, ordinary = 0, self._ordinary
         while at + LARGEST_BYTES <= ARENA_BYTES:
             room = self._arena[at:]
             try:
@@ -130,7 +155,7 @@ class PythonPump:
             # Almost every packet is whole, without options, and on its way to a peer.
             if length >= packet.HEADER_BYTES:
                 first, total, ttl, protocol, value, destination = glance(one)
-                if first == ORDINARY and total == length and ttl > 1 and (hop := hop_of(destination)):
+                if first == ordinary and total == length and ttl > 1 and (hop := hop_of(destination)):
                     mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
                     run = runs.get(hop)
                     if run is not None and length == run.size and len(run.packets) < run.room and not run.ended:
@@ -144,7 +169,7 @@ class PythonPump:
         return at > 0
 
     def _examine_outward(self, one: memoryview, runs: dict[int, _Run]) -> None:
-        header = packet.parse(one)
+        header = self._ip.parse(one)
         if header is None:
             self._count["malformed"] += 1
             return
@@ -156,7 +181,7 @@ class PythonPump:
             self._count["ttl_exceeded"] += 1
             self._answer(packet.TIME_EXCEEDED, one, header, True)
         else:
-            packet.decrement_ttl(one)
+            self._ip.decrement_ttl(one)
             self._enqueue(hop, one[: header.total_bytes], runs)
 
     def _enqueue(self, hop: int, one: memoryview, runs: dict[int, _Run]) -> None:
@@ -195,7 +220,7 @@ class PythonPump:
         """Send one message; return 0 or the errno of the refusal."""
         target = self._hops.get(hop)
         if target is None:
-            target = self._hops[hop] = (str(IPv4Address(hop)), self._port)
+            target = self._hops[hop] = (str(self._address(hop)), self._port)
         for attempt in range(2):
             try:
                 self._wire.socket.sendmsg(parts, control, 0, target)
@@ -212,7 +237,7 @@ class PythonPump:
 
     def _too_big(self, one: memoryview) -> None:
         self._count["too_big"] += 1
-        header = packet.parse(one)
+        header = self._ip.parse(one)
         if header is not None and header.unfragmentable:
             mtu_bytes = min(self._mtu_bytes, packet.MAX_DATAGRAM_BYTES)
             self._answer(packet.FRAGMENTATION_NEEDED, one, header, True, mtu_bytes)
@@ -238,14 +263,14 @@ class PythonPump:
     def _take_inward(self, received: memoryview, size: int) -> None:
         """Deliver the datagrams of one reception, each of ``size`` but for the last."""
         glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
-        delivered = 0
+        delivered, ordinary = 0, self._ordinary
         for at in range(0, len(received) or 1, size):
             one = received[at : at + size]
             length = len(one)
             if length >= packet.HEADER_BYTES:
                 first, total, ttl, protocol, value, _ = glance(one)
                 # A wrong checksum stays wrong, and the kernel drops the packet for it.
-                if first == ORDINARY and total == length and ttl > 1:
+                if first == ordinary and total == length and ttl > 1:
                     mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
                     delivered += self._write(one)
                     continue
@@ -255,7 +280,7 @@ class PythonPump:
         self._count["rx_bytes"] += len(received)
 
     def _examine_inward(self, one: memoryview) -> bool:
-        header = packet.parse(one)
+        header = self._ip.parse(one)
         if header is None:
             self._count["malformed"] += 1
             return False
@@ -263,7 +288,7 @@ class PythonPump:
             self._count["ttl_exceeded"] += 1
             self._answer(packet.TIME_EXCEEDED, one, header, False)
             return False
-        packet.decrement_ttl(one)
+        self._ip.decrement_ttl(one)
         return self._write(one[: header.total_bytes])
 
     def _write(self, one: packet.Buffer) -> bool:
@@ -285,13 +310,13 @@ class PythonPump:
         """Send an ICMP error; ``local``: the sender is on this side of the TUN."""
         forwarding = self._state[1]
         source = forwarding.overlay if local else forwarding.own
-        if source and packet.may_answer(one, header) and self._limit.grants():
-            error = packet.icmp_error(kind, one, header, source, mtu_bytes)
+        if source and self._ip.may_answer(one, header) and self._limit.grants():
+            error = self._ip.icmp_error(kind, one, header, source, mtu_bytes)
             self._count["icmp_sent"] += self._write(error) if local else self._reply(error)
 
     def _reply(self, error: bytes) -> bool:
         """Send an ICMP error to a remote sender, through the tunnel."""
-        header = packet.parse(error)
+        header = self._ip.parse(error)
         hop = self._state[0].hop(header.destination) if header is not None else 0
         return bool(hop) and not self._send_message([memoryview(error)], [], hop)
 

@@ -6,7 +6,11 @@ import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network
+from typing import TypeVar
+
+from subnet.model import Family, IPAddress, IPNetwork
+
+_Network = TypeVar("_Network", bound=IPNetwork)
 
 REMEMBERED = 4096
 _PACKED = struct.Struct("=III")
@@ -14,27 +18,27 @@ _PACKED = struct.Struct("=III")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Addresses ``first`` to ``last``, both included, go to ``hop``. All are 32-bit numbers."""
+    """Addresses ``first`` to ``last``, both included, go to ``hop``. All are numbers, of 32 or 128 bits."""
 
     first: int
     last: int
     hop: int
 
 
-def ranges(routes: Mapping[IPv4Network, IPv4Address]) -> tuple[Range, ...]:
-    """Return the ranges that say the same as the routes. The longest prefix wins."""
+def ranges(routes: Mapping[_Network, IPAddress]) -> tuple[Range, ...]:
+    """Return the ranges that say the same as the routes, which are of one family. The longest prefix wins."""
     done: list[Range] = []
     # Prefixes are nested or disjoint: the stack holds those around the present address, innermost last.
     around: list[Range] = []
     at = 0
-    for network in sorted(routes):
+    for network in sorted(routes, key=lambda n: (int(n.network_address), n.prefixlen)):
         first, last = int(network.network_address), int(network.broadcast_address)
         at = _leave(around, done, at, first)
         if around and at < first:
             done.append(Range(at, first - 1, around[-1].hop))
         around.append(Range(first, last, int(routes[network])))
         at = first
-    _leave(around, done, at, 1 << 32)
+    _leave(around, done, at, 1 << 128)
     return tuple(done)
 
 
@@ -48,9 +52,14 @@ def _leave(around: list[Range], done: list[Range], at: int, until: int) -> int:
     return at
 
 
-def pack(table: Sequence[Range]) -> bytes:
-    """Return the ranges as the native pump takes them: three 32-bit numbers each, native order."""
-    return b"".join(_PACKED.pack(r.first, r.last, r.hop) for r in table)
+def pack(table: Sequence[Range], version: Family = 4) -> bytes:
+    """Return the ranges as the native pump takes them.
+
+    Three each: 32-bit numbers in native order, or IPv6 addresses as on the wire.
+    """
+    if version == 4:
+        return b"".join(_PACKED.pack(r.first, r.last, r.hop) for r in table)
+    return b"".join(number.to_bytes(16, "big") for r in table for number in (r.first, r.last, r.hop))
 
 
 class Table:

@@ -1,25 +1,35 @@
-"""Data paths ``user`` and ``auto``: packets pass through the daemon, between a TUN device and a UDP socket."""
+"""Data paths ``user`` and ``auto``: packets pass through the daemon, between TUN devices and UDP sockets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from ipaddress import IPv4Interface
+from ipaddress import ip_interface
 
 from backends.api import Carrier, OnLink, Setting
 from backends.dataplane.model import Address, DesiredState, Link, LinkSpec, Route
+from backends.dataplane.ports import Kernel
+from backends.udp import options
 from backends.udp.carrier import CarrierSpec, UdpCarrier
-from backends.udp.options import Common
-from subnet.model import Lease, LeaseAttrs, Subnets
+from subnet.model import Family, Lease, LeaseAttrs, Subnets
 
 
 class UdpBackend:
-    """Source: upstream pkg/backend/udp/udp_amd64.go, udp_network_amd64.go, proxy_amd64.c."""
+    """One TUN device and one socket per family. Source: upstream pkg/backend/udp/udp_amd64.go, udp_network_amd64.go.
+
+    Upstream carries IPv4 only. IPv6 travels in IPv6 between nodes that announce
+    a public IPv6 address, which upstream's never do with this backend.
+    """
 
     def __init__(self, setting: Setting) -> None:
-        self._setting, self._common = setting, Common(setting)
-        common = self._common
-        self._spec = CarrierSpec(common.local, common.port, common.mtu_bytes, common.network)
-        self._carrier: UdpCarrier | None = None
+        self._setting = setting
+        port = options.port(setting)
+        self._specs: dict[Family, CarrierSpec] = {}
+        for family in setting.config.families:
+            pool = setting.config.pool(family)
+            if pool is not None:
+                local, mtu_bytes = options.local(setting, family), options.mtu_bytes(setting, family)
+                self._specs[family] = CarrierSpec(local, port, mtu_bytes, pool.network)
+        self._carriers: dict[Family, UdpCarrier] = {}
 
     def links(self, macs: Mapping[str, str], binding: bool) -> tuple[LinkSpec, ...]:
         """No device but the carrier's own."""
@@ -30,34 +40,79 @@ class UdpBackend:
         return {}
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
-        """As with every data path: the announced address alone."""
-        return self._common.attrs()
+        """The announced addresses alone: upstream's leases of this backend name no type either."""
+        interface = self._setting.interface
+        return LeaseAttrs(
+            interface.public_v4 if 4 in self._specs else None, interface.public_v6 if 6 in self._specs else None
+        )
 
     def mtu_bytes(self) -> int:
-        """The external interface's MTU less the outer headers."""
-        return self._common.mtu_bytes
+        """The smallest of the devices' MTUs."""
+        return min(spec.mtu_bytes for spec in self._specs.values())
 
     def carrier(self, earlier: Carrier | None, wake: Callable[[], None]) -> Carrier:
-        """Return the carrier; the earlier one goes on if nothing changed that it is made of."""
-        if isinstance(earlier, UdpCarrier) and earlier.spec == self._spec:
-            self._carrier = earlier
-        else:
-            if earlier is not None:
-                earlier.close()
-            self._carrier = UdpCarrier(self._spec)
-        return self._carrier
+        """Return the carrier; of an earlier one those families go on for which nothing changed."""
+        held = _families(earlier)
+        if earlier is not None and not held:
+            earlier.close()
+        for family, one in held.items():
+            if one.spec != self._specs.get(family):
+                one.close()
+        self._carriers = {
+            family: held[family] if family in held and held[family].spec == spec else UdpCarrier(spec)
+            for family, spec in self._specs.items()
+        }
+        if len(self._carriers) == 1:
+            (only,) = self._carriers.values()
+            return only
+        if isinstance(earlier, BothFamilies) and earlier.carriers == self._carriers:
+            return earlier
+        return BothFamilies(self._carriers)
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
-        """The TUN's address, and one route for the whole network: the pump tells peers apart."""
-        if self._carrier is None or own.v4 is None:
-            return DesiredState(frozenset(), self._setting.interface.name, self._setting.networks)
-        device = self._carrier.device
-        address = Address(device, IPv4Interface((own.v4.network_address, own.v4.max_prefixlen)))
+        """Per family the TUN's address, and one route for the whole network: the pump tells peers apart."""
+        devices: set[str] = set()
+        addresses: set[Address] = set()
+        routes: set[Route] = set()
+        for family, carrier in self._carriers.items():
+            subnet = own.of(family)
+            if subnet is not None:
+                device = carrier.device
+                devices.add(device)
+                addresses.add(Address(device, ip_interface((subnet.network_address, subnet.max_prefixlen))))
+                routes.add(Route(carrier.spec.network, device))
         return DesiredState(
-            frozenset({device}),
+            frozenset(devices),
             self._setting.interface.name,
             self._setting.networks,
-            addresses=frozenset({address}),
-            routes=frozenset({Route(self._spec.network, device)}),
-            problems=self._common.problems(peers),
+            addresses=frozenset(addresses),
+            routes=frozenset(routes),
+            problems=options.foreign(peers),
         )
+
+
+class BothFamilies(Carrier):
+    """A carrier per family."""
+
+    def __init__(self, carriers: Mapping[Family, UdpCarrier]) -> None:
+        self.carriers = dict(carriers)
+
+    def ensure(self, kernel: Kernel) -> dict[str, Link]:
+        """Return the TUNs by name. Raises KernelError."""
+        return {name: link for one in self.carriers.values() for name, link in one.ensure(kernel).items()}
+
+    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+        """Tell both pumps."""
+        for one in self.carriers.values():
+            one.carry(own, peers)
+
+    def close(self) -> None:
+        """End both."""
+        for one in self.carriers.values():
+            one.close()
+
+
+def _families(earlier: Carrier | None) -> dict[Family, UdpCarrier]:
+    if isinstance(earlier, BothFamilies):
+        return earlier.carriers
+    return {earlier.spec.family: earlier} if isinstance(earlier, UdpCarrier) else {}

@@ -1,4 +1,4 @@
-"""The UDP socket of the overlay: one plain IPv4 packet per datagram (upstream pkg/backend/udp).
+"""The UDP socket of the overlay: one plain packet per datagram (upstream pkg/backend/udp).
 
 Sources: udp(7), socket(7), ip(7), linux/udp.h.
 """
@@ -10,10 +10,10 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address
 from typing import Final
 
 from subnet.errors import KernelError
+from subnet.model import Family, IPAddress
 
 SOL_UDP: Final = 17
 UDP_SEGMENT: Final = 103
@@ -37,24 +37,37 @@ class Wire:
     gso: bool
     gro: bool
 
+    @property
+    def family(self) -> Family:
+        """Return the address family, which the packets inside have, too."""
+        return 6 if self.socket.family == socket.AF_INET6 else 4
 
-def open_wire(address: IPv4Address, port: int) -> Wire:
+
+def open_wire(address: IPAddress, port: int) -> Wire:
     """Bind the interface's own address, so that packets come from and arrive at no other. Raises KernelError."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         for forced, plain in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
             try:
                 sock.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
             except PermissionError:
                 sock.setsockopt(socket.SOL_SOCKET, plain, BUFFER_BYTES)
+        if address.version == 6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind((str(address), port))
     except OSError as cause:
         sock.close()
         code = cause.errno or 0
         raise KernelError(
-            "bind", f"UDP {address}:{port}", code, _REASONS.get(code, os.strerror(code).lower())
+            "bind", f"UDP {shown(address, port)}", code, _REASONS.get(code, os.strerror(code).lower())
         ) from cause
     return Wire(sock, _has(sock, UDP_SEGMENT), _switched_on(sock, UDP_GRO))
+
+
+def shown(address: IPAddress, port: int) -> str:
+    """Return both as they are written together (RFC 3986 s3.2.2)."""
+    return f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"
 
 
 def _has(sock: socket.socket, option: int) -> bool:

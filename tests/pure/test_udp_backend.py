@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from backends.dataplane.model import PROTO_BOOT, Address, Route
 from backends.dataplane.table import WantedTable
 from backends.udp import options as udp_options
 from backends.udp.carrier import CarrierSpec, UdpCarrier
-from backends.udp.user import UdpBackend
+from backends.udp.user import BothFamilies, UdpBackend
 from subnet.config import parse_network_config
 from subnet.errors import ConfigError
 from subnet.model import Lease, LeaseAttrs, Subnets
@@ -102,17 +103,61 @@ def test_options_that_cannot_be_used_are_named(options: str, more: str, says: st
         backend(options, more)
 
 
-def test_ipv6_alone_is_refused_and_beside_ipv4_reported(device: Callable[[UdpBackend], UdpBackend]) -> None:
-    only = parse_network_config(
-        '{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd05::/48","Backend":{"Type":"udp"}}', "test"
-    )
-    interface = ExternalInterface("eth0", 2, 1500, v6=IPv6Address("fd00::1"), public_v6=IPv6Address("fd00::1"))
-    with pytest.raises(ConfigError, match="'udp' carries IPv4 only"):
-        load_backend(Setting(only, interface, frozenset()))
-    made = device(backend(more=',"EnableIPv6":true,"IPv6Network":"fd05::/48"'))
-    problems = dict(made.desired(OWN, (), lambda _: True).problems)
-    assert problems == {"IPv6Network": "backend udp carries IPv4 only: fd05::/48 is not connected"}
-    assert made.attrs({}) == LeaseAttrs(IPv4Address("192.0.2.1"))
+def test_ipv6_travels_in_ipv6_beside_ipv4_and_alone() -> None:
+    v6: dict[str, Any] = {"v6": IPv6Address("2001:db8::1"), "public_v6": IPv6Address("2001:db8::1")}
+    pool = ',"EnableIPv6":true,"IPv6Network":"fd05::/48"'
+    both = backend(more=pool, **v6)
+    assert both.attrs({}) == LeaseAttrs(IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1"))
+    assert both.mtu_bytes() == 1452
+    made = both.carrier(None, nothing)
+    assert isinstance(made, BothFamilies)
+    six = CarrierSpec(IPv6Address("2001:db8::1"), 8285, 1452, IPv6Network("fd05::/48"))
+    four = CarrierSpec(IPv4Address("192.0.2.1"), 8285, 1472, NETWORK)
+    assert {family: one.spec for family, one in made.carriers.items()} == {4: four, 6: six}
+    assert backend(more=pool, **v6).carrier(made, nothing) is made
+    alone = backend(more=pool + ',"EnableIPv4":false', **v6)
+    assert alone.attrs({}) == LeaseAttrs(None, IPv6Address("2001:db8::1"))
+    only = alone.carrier(None, nothing)
+    assert isinstance(only, UdpCarrier)
+    assert only.spec == six
+
+
+def test_a_family_goes_on_while_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ',"EnableIPv6":true,"IPv6Network":"fd05::/48"'
+    first = backend(more=pool, v6=IPv6Address("2001:db8::1")).carrier(None, nothing)
+    assert isinstance(first, BothFamilies)
+    closed: list[int] = []
+    for family, one in first.carriers.items():
+        monkeypatch.setattr(one, "close", lambda family=family: closed.append(family))
+    second = backend(more=pool, v6=IPv6Address("2001:db8::2")).carrier(first, nothing)
+    assert isinstance(second, BothFamilies)
+    assert closed == [6]
+    assert second.carriers[4] is first.carriers[4]
+    assert second.carriers[6].spec.local == IPv6Address("2001:db8::2")
+
+
+def test_an_enabled_family_needs_an_address_and_room() -> None:
+    pool = ',"EnableIPv6":true,"IPv6Network":"fd05::/48"'
+    with pytest.raises(ConfigError, match="eth0 has no IPv6 address, which the config enables"):
+        backend(more=pool)
+    with pytest.raises(ConfigError, match="MTU 1300 of eth0 is too small for IPv6 tunnels"):
+        backend(more=pool, v6=IPv6Address("2001:db8::1"), mtu_bytes=1300)
+
+
+def test_each_family_has_its_address_and_its_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = backend(more=',"EnableIPv6":true,"IPv6Network":"fd05::/48"', v6=IPv6Address("2001:db8::1"))
+    carriers = made.carrier(None, nothing)
+    assert isinstance(carriers, BothFamilies)
+    for family, name in ((4, "flannel0"), (6, "flannel-v6.0")):
+        monkeypatch.setattr(carriers.carriers[family], "_running", SimpleNamespace(tun=SimpleNamespace(name=name)))  # type: ignore[index]
+    desired = made.desired(Subnets(OWN.v4, IPv6Network("fd05:0:0:1::/64")), (lease(2),), lambda _: True)
+    assert desired.devices == {"flannel0", "flannel-v6.0"}
+    assert desired.routes == {Route(NETWORK, "flannel0"), Route(IPv6Network("fd05::/48"), "flannel-v6.0")}
+    assert desired.addresses == {
+        Address("flannel0", IPv4Interface("10.5.1.0/32")),
+        Address("flannel-v6.0", IPv6Interface("fd05:0:0:1::/128")),
+    }
+    assert desired.problems == ()
 
 
 @pytest.fixture

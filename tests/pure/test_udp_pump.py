@@ -54,13 +54,16 @@ def test_the_native_pump_counts_the_same() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     fd = os.dup(ends[0].fileno())
     try:
-        pump = native.Pump(fd, fd, vnet_hdr=False, tso=False, uso=False, gso=False, port=1, mtu_bytes=1472)
+        offloads = dict.fromkeys(("vnet_hdr", "tso", "uso", "gso"), False)
+        pump = native.Pump(fd, fd, **offloads, port=1, mtu_bytes=1472, version=4)
         assert tuple(pump.stats()) == COUNTERS
         assert set(pump.stats().values()) == {0}
         pump.stop()
         pump.run()
         with pytest.raises(ValueError, match="ranges"):
-            pump.forward(b"x", 0, 0)
+            pump.forward(b"x", b"", b"")
+        with pytest.raises(ValueError, match="family"):
+            pump.forward(b"", bytes(16), b"")
     finally:
         os.close(fd)
         for end in ends:

@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from backends.kernel.netlink import NetlinkKernel
 from backends.udp.carrier import CarrierSpec, UdpCarrier
-from subnet.model import Lease, LeaseAttrs, Subnets
+from subnet.model import Family, Lease, LeaseAttrs, Subnets
 from tests.support.netns import MakeNamespace, Namespace, veth
 
 NETWORK = IPv4Network("10.5.0.0/16")
+NETWORK_V6 = IPv6Network("fd05::/48")
 PORT = 8285
 
 
@@ -30,14 +31,30 @@ def peer(number: int, public: str = "", kind: str = "") -> Lease:
     )
 
 
-class Node:
-    """Host N: 192.0.2.N on eth0, subnet 10.5.N.0/24."""
+def subnet_v6(number: int) -> IPv6Network:
+    return IPv6Network(f"fd05:0:0:{number}::/64")
 
-    def __init__(self, namespace: Namespace, number: int, native: bool, mtu_bytes: int = 1500) -> None:
-        self.namespace, self.number = namespace, number
-        self.underlay, self.overlay = f"192.0.2.{number}", f"10.5.{number}.0"
-        namespace.ip(f"addr add {self.underlay}/24 dev eth0")
-        spec = CarrierSpec(IPv4Address(self.underlay), PORT, mtu_bytes - 28, NETWORK)
+
+def peer_v6(number: int) -> Lease:
+    public = IPv6Address(f"2001:db8:1::{number}")
+    return Lease(Subnets(None, subnet_v6(number)), LeaseAttrs(None, public), f"k{number}")
+
+
+class Node:
+    """Host N: 192.0.2.N on eth0, subnet 10.5.N.0/24; in family 6 2001:db8:1::N and fd05:0:0:N::/64."""
+
+    def __init__(
+        self, namespace: Namespace, number: int, native: bool, mtu_bytes: int = 1500, family: Family = 4
+    ) -> None:
+        self.namespace, self.number, self.family = namespace, number, family
+        if family == 4:
+            self.underlay, self.overlay, network = f"192.0.2.{number}", f"10.5.{number}.0", NETWORK
+            namespace.ip(f"addr add {self.underlay}/24 dev eth0")
+            spec = CarrierSpec(IPv4Address(self.underlay), PORT, mtu_bytes - 28, network)
+        else:
+            self.underlay, self.overlay = f"2001:db8:1::{number}", f"fd05:0:0:{number}::"
+            namespace.ip(f"addr add {self.underlay}/64 dev eth0 nodad")
+            spec = CarrierSpec(IPv6Address(self.underlay), PORT, mtu_bytes - 48, NETWORK_V6)
         self.carrier = UdpCarrier(spec, native=native)
 
     def up(self, *peers: Lease) -> None:
@@ -47,25 +64,30 @@ class Node:
                 self.carrier.ensure(kernel)
             finally:
                 kernel.close()
-        self.namespace.ip(f"addr replace {self.overlay}/32 dev {self.carrier.device}")
-        self.namespace.ip(f"route replace {NETWORK} dev {self.carrier.device}")
+        bits, network = (32, NETWORK) if self.family == 4 else (128, NETWORK_V6)
+        self.namespace.ip(f"addr replace {self.overlay}/{bits} dev {self.carrier.device}")
+        self.namespace.ip(f"-{self.family} route replace {network} dev {self.carrier.device}")
         self.know(*peers)
 
     def know(self, *peers: Lease) -> None:
-        self.carrier.carry(Subnets(subnet(self.number)), peers)
+        own = Subnets(subnet(self.number)) if self.family == 4 else Subnets(None, subnet_v6(self.number))
+        self.carrier.carry(own, peers)
 
 
 @contextmanager
-def pair(make: MakeNamespace, natives: tuple[bool, bool], mtu_bytes: int = 1500) -> Iterator[tuple[Node, Node]]:
+def pair(
+    make: MakeNamespace, natives: tuple[bool, bool], mtu_bytes: int = 1500, family: Family = 4
+) -> Iterator[tuple[Node, Node]]:
     """Two nodes on one cable that know each other."""
     spaces = make("a"), make("b")
     veth(*spaces)
     for space in spaces:
         space.ip(f"link set eth0 mtu {mtu_bytes}")
-    nodes = Node(spaces[0], 1, natives[0], mtu_bytes), Node(spaces[1], 2, natives[1], mtu_bytes)
+    first, second = (Node(s, n, natives[n - 1], mtu_bytes, family) for n, s in enumerate(spaces, 1))
+    nodes, known = (first, second), peer if family == 4 else peer_v6
     try:
-        nodes[0].up(peer(2))
-        nodes[1].up(peer(1))
+        nodes[0].up(known(2))
+        nodes[1].up(known(1))
         yield nodes
     finally:
         for node in nodes:
@@ -81,8 +103,9 @@ def until(what: str, probe: Callable[[], object], timeout_s: float = 10.0) -> No
 
 def transfer(source: Node, target: Node, size: int, port: int = 5001) -> None:
     """Send random bytes from node to node through a TCP connection."""
-    server = target.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
-    client = source.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET if target.family == 4 else socket.AF_INET6
+    server = target.namespace.socket(family, socket.SOCK_STREAM)
+    client = source.namespace.socket(family, socket.SOCK_STREAM)
     stream(server, client, (target.overlay, port), size)
 
 

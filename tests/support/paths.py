@@ -113,13 +113,18 @@ def connected(make: MakeNamespace, paths: tuple[DataPath, DataPath]) -> Iterator
         yield ends[0], ends[1]
 
 
+def family_of(end: End) -> int:
+    """Return the address family of what a host sends through the overlay."""
+    return socket.AF_INET6 if ":" in end.overlay else socket.AF_INET
+
+
 def streams(source: End, target: End, count: int, size: int, port: int = 5101) -> None:
     """Send random bytes through TCP connections at once; every one has to arrive intact."""
     failures: list[BaseException] = []
 
     def one(number: int) -> None:
-        server = target.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
-        client = source.namespace.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server = target.namespace.socket(family_of(target), socket.SOCK_STREAM)
+        client = source.namespace.socket(family_of(target), socket.SOCK_STREAM)
         try:
             stream(server, client, (target.overlay, port + number), size)
         except BaseException as failure:
@@ -140,7 +145,8 @@ SIZES = (1, 18, 64, 64, 64, 65, 500, 1400, 1400, 1444, 1444, 1444, 999, 2, 2000,
 
 def mixed_datagrams(source: End, target: End, count: int, port: int = 4100) -> None:
     """Send datagrams of many sizes, a burst at a time; every one has to arrive intact and in order."""
-    with source.namespace.socket() as sender, target.namespace.socket() as receiver:
+    family = family_of(target)
+    with source.namespace.socket(family) as sender, target.namespace.socket(family) as receiver:
         receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE
         receiver.bind((target.overlay, port))
         receiver.settimeout(20)
@@ -155,8 +161,12 @@ def mixed_datagrams(source: End, target: End, count: int, port: int = 4100) -> N
 
 
 def bad_checksums(end: End) -> dict[str, int]:
-    """What the kernel refused for its checksum, by protocol (/proc/net/snmp, InCsumErrors); none: empty."""
+    """What the kernel refused for its checksum, by protocol (InCsumErrors); none: empty."""
     found = {}
+    for line in end.namespace.run("cat", "/proc/net/snmp6").splitlines():
+        name, value = line.split()
+        if name.endswith("InCsumErrors") and int(value):
+            found[name] = int(value)
     lines = [line.split() for line in end.namespace.run("cat", "/proc/net/snmp").splitlines()]
     for names, values in zip(lines[::2], lines[1::2], strict=True):
         said = dict(zip(names[1:], map(int, values[1:]), strict=True))

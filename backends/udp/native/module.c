@@ -17,13 +17,36 @@ static const char *const counter_names[COUNTERS] = {
     "too_big", "malformed", "icmp_sent", "tx_dropped", "rx_dropped",
 };
 
-static struct routes *routes_from(const Py_buffer *packed, unsigned int own, unsigned int overlay)
+static bool is_version(int version)
 {
-    if (packed->len % (Py_ssize_t)sizeof(struct range)) {
-        PyErr_SetString(PyExc_ValueError, "ranges are triples of 32-bit numbers");
+    if (version == 4 || version == 6)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "IP has versions 4 and 6");
+    return false;
+}
+
+/* An address from its bytes as on the wire, none from no bytes. */
+static bool address_from(int version, const Py_buffer *bytes, struct address *address)
+{
+    *address = (struct address){0, 0};
+    if (bytes->len == 0)
+        return true;
+    if (bytes->len != (version == 6 ? 16 : 4)) {
+        PyErr_SetString(PyExc_ValueError, "not an address of the pump's family");
+        return false;
+    }
+    *address = address_at(version, bytes->buf);
+    return true;
+}
+
+static struct routes *routes_from(int version, const Py_buffer *packed, struct address own, struct address overlay)
+{
+    Py_ssize_t each = version == 6 ? 3 * 16 : 3 * 4;
+    if (packed->len % each) {
+        PyErr_SetString(PyExc_ValueError, "ranges are triples of addresses");
         return NULL;
     }
-    struct routes *routes = routes_new(packed->buf, (size_t)packed->len / sizeof(struct range), own, overlay);
+    struct routes *routes = routes_new(version, packed->buf, (size_t)(packed->len / each), own, overlay);
     if (!routes && errno == EINVAL)
         PyErr_SetString(PyExc_ValueError, "ranges must ascend without overlap, each with a next hop");
     else if (!routes)
@@ -35,17 +58,18 @@ static struct routes *routes_from(const Py_buffer *packed, unsigned int own, uns
 
 static int pump_init(PumpObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tun", "socket", "vnet_hdr", "tso", "uso", "gso", "port", "mtu_bytes", NULL};
-    int tun, sock, vnet, tso, uso, gso;
+    static char *names[] = {"tun", "socket", "vnet_hdr", "tso", "uso", "gso", "port", "mtu_bytes", "version", NULL};
+    int tun, sock, vnet, tso, uso, gso, version;
     unsigned short port, mtu;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii$ppppHH", names, &tun, &sock, &vnet, &tso, &uso, &gso, &port,
-                                     &mtu))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii$ppppHHi", names, &tun, &sock, &vnet, &tso, &uso, &gso, &port,
+                                     &mtu, &version) ||
+        !is_version(version))
         return -1;
     if (self->pump) {
         PyErr_SetString(PyExc_RuntimeError, "the pump is initialised already");
         return -1;
     }
-    self->pump = pump_new(tun, sock, vnet, tso, uso, gso, port, mtu);
+    self->pump = pump_new(version, tun, sock, vnet, tso, uso, gso, port, mtu);
     if (!self->pump) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
@@ -102,12 +126,17 @@ static PyObject *method_stop(PumpObject *self, PyObject *unused)
 
 static PyObject *method_forward(PumpObject *self, PyObject *args)
 {
-    Py_buffer packed;
-    unsigned int own, overlay;
-    if (!usable(self) || !PyArg_ParseTuple(args, "y*II", &packed, &own, &overlay))
+    Py_buffer packed, own_bytes, overlay_bytes;
+    struct address own, overlay;
+    if (!usable(self) || !PyArg_ParseTuple(args, "y*y*y*", &packed, &own_bytes, &overlay_bytes))
         return NULL;
-    struct routes *routes = routes_from(&packed, own, overlay);
+    int version = self->pump->version;
+    struct routes *routes = NULL;
+    if (address_from(version, &own_bytes, &own) && address_from(version, &overlay_bytes, &overlay))
+        routes = routes_from(version, &packed, own, overlay);
     PyBuffer_Release(&packed);
+    PyBuffer_Release(&own_bytes);
+    PyBuffer_Release(&overlay_bytes);
     if (!routes)
         return NULL;
     pump_forward(self->pump, routes);
@@ -281,19 +310,30 @@ static PyObject *module_hops(PyObject *module, PyObject *args)
     (void)module;
     Py_buffer packed;
     PyObject *destinations;
-    if (!PyArg_ParseTuple(args, "y*O!", &packed, &PyList_Type, &destinations))
+    int version;
+    const struct address none = {0, 0};
+    if (!PyArg_ParseTuple(args, "iy*O!", &version, &packed, &PyList_Type, &destinations))
         return NULL;
-    struct routes *routes = routes_from(&packed, 0, 0);
+    struct routes *routes = is_version(version) ? routes_from(version, &packed, none, none) : NULL;
     PyBuffer_Release(&packed);
     if (!routes)
         return NULL;
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(destinations); i++) {
-        unsigned long destination = PyLong_AsUnsignedLong(PyList_GET_ITEM(destinations, i));
-        PyObject *hop = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(routes_hop(routes, (uint32_t)destination));
-        if (!hop || PyList_Append(list, hop))
+        Py_buffer bytes;
+        struct address destination;
+        uint8_t hop[16];
+        if (PyObject_GetBuffer(PyList_GET_ITEM(destinations, i), &bytes, PyBUF_SIMPLE)) {
             Py_CLEAR(list);
-        Py_XDECREF(hop);
+            break;
+        }
+        bool good = address_from(version, &bytes, &destination);
+        PyBuffer_Release(&bytes);
+        put_address(version, hop, routes_hop(routes, destination));
+        PyObject *one = good ? PyBytes_FromStringAndSize((char *)hop, version == 6 ? 16 : 4) : NULL;
+        if (!one || PyList_Append(list, one))
+            Py_CLEAR(list);
+        Py_XDECREF(one);
     }
     routes_free(routes);
     return list;
@@ -310,9 +350,9 @@ static PyObject *module_decrement_ttl(PyObject *module, PyObject *argument)
     if (!result)
         return NULL;
     uint8_t *packet = (uint8_t *)PyBytes_AS_STRING(result);
-    if (!ip_check(packet, (size_t)PyBytes_GET_SIZE(result)) || packet[IP4_TTL] == 0) {
+    if (!ip_check(packet, (size_t)PyBytes_GET_SIZE(result)) || ip_ttl(packet) == 0) {
         Py_DECREF(result);
-        PyErr_SetString(PyExc_ValueError, "no IPv4 packet with a TTL to take from");
+        PyErr_SetString(PyExc_ValueError, "no IP packet with a TTL to take from");
         return NULL;
     }
     ip_decrement_ttl(packet);
@@ -323,16 +363,21 @@ static PyObject *module_icmp_error(PyObject *module, PyObject *args)
 {
     (void)module;
     Py_buffer given;
-    unsigned char type, code;
+    Py_buffer from;
+    int kind;
     unsigned short mtu;
-    unsigned int source;
-    if (!PyArg_ParseTuple(args, "bby*IH", &type, &code, &given, &source, &mtu))
+    if (!PyArg_ParseTuple(args, "iy*y*H", &kind, &given, &from, &mtu))
         return NULL;
-    uint8_t out[ICMP_MAX];
+    uint8_t out[ICMP6_MAX];
+    struct address source;
     size_t total = ip_check(given.buf, (size_t)given.len), length = 0;
-    if (total && icmp_allowed(given.buf))
-        length = icmp_error(out, type, code, mtu, given.buf, total, source);
+    bool good = kind >= UNREACHABLE && kind <= EXCEEDED && (!total || address_from(ip_version(given.buf), &from, &source));
+    if (good && total && icmp_allowed(given.buf))
+        length = icmp_error(out, (enum icmp_kind)kind, mtu, given.buf, total, source);
     PyBuffer_Release(&given);
+    PyBuffer_Release(&from);
+    if (PyErr_Occurred())
+        return NULL;
     return length ? PyBytes_FromStringAndSize((char *)out, (Py_ssize_t)length) : Py_NewRef(Py_None);
 }
 

@@ -65,15 +65,26 @@ static void wait_for(struct pump *p, short events, int timeout_ms)
 }
 
 /* Returns 0 or an errno. size is that of the datagrams if the message carries more than one, else 0. */
-static int send_message(struct pump *p, uint32_t hop, const struct iovec *parts, int n, size_t size)
+static int send_message(struct pump *p, struct address hop, const struct iovec *parts, int n, size_t size)
 {
-    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(p->port), .sin_addr.s_addr = htonl(hop)};
+    union {
+        struct sockaddr_in four;
+        struct sockaddr_in6 six;
+    } to;
     union {
         struct cmsghdr align;
         char bytes[CMSG_SPACE(sizeof(uint16_t))];
     } control;
-    struct msghdr message = {.msg_name = &to, .msg_namelen = sizeof to, .msg_iov = (struct iovec *)parts,
-                             .msg_iovlen = (size_t)n};
+    struct msghdr message = {.msg_name = &to, .msg_iov = (struct iovec *)parts, .msg_iovlen = (size_t)n};
+    if (p->version == 6) {
+        to.six = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons(p->port)};
+        put_address(6, to.six.sin6_addr.s6_addr, hop);
+        message.msg_namelen = sizeof to.six;
+    } else {
+        to.four = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons(p->port)};
+        to.four.sin_addr.s_addr = htonl((uint32_t)hop.low);
+        message.msg_namelen = sizeof to.four;
+    }
     if (size) {
         memset(&control, 0, sizeof control);
         message.msg_control = control.bytes;
@@ -115,19 +126,18 @@ static bool icmp_granted(struct pump *p)
 }
 
 /* local: the sender is on this side of the TUN. */
-static void answer(struct pump *p, uint8_t type, uint8_t code, uint16_t mtu, const uint8_t *offender, size_t have,
-                   bool local)
+static void answer(struct pump *p, enum icmp_kind kind, const uint8_t *offender, size_t have, bool local)
 {
-    uint8_t packet[ICMP_MAX];
-    uint32_t source = local ? p->routes->overlay : p->routes->own;
+    uint8_t packet[ICMP6_MAX];
+    struct address source = local ? p->routes->overlay : p->routes->own;
 
-    if (!source || !icmp_allowed(offender))
+    if (!address_set(source) || !icmp_allowed(offender))
         return;
-    uint32_t hop = local ? 0 : routes_hop(p->routes, get32(offender + IP4_SRC));
-    if ((!local && !hop) || !icmp_granted(p))
+    struct address hop = routes_hop(p->routes, ip_source(offender));
+    if ((!local && !address_set(hop)) || !icmp_granted(p))
         return;
     struct iovec parts[2] = {{(void *)no_vnet, VNET}, {packet, 0}};
-    parts[1].iov_len = icmp_error(packet, type, code, mtu, offender, have, source);
+    parts[1].iov_len = icmp_error(packet, kind, p->mtu, offender, have, source);
     if (local ? tun_write(p, parts, 2) : send_message(p, hop, parts + 1, 1, 0) == 0)
         count(p, ICMP_SENT, 1);
 }
@@ -143,7 +153,7 @@ static void sent(struct pump *p, unsigned packets, size_t bytes)
 
 static void too_big(struct pump *p, const struct iovec *parts, int n)
 {
-    uint8_t start[ICMP_MAX];
+    uint8_t start[ICMP6_MAX];
     size_t have = 0;
     for (int i = 0; i < n && have < sizeof start; i++) {
         size_t room = sizeof start - have, length = parts[i].iov_len < room ? parts[i].iov_len : room;
@@ -151,8 +161,8 @@ static void too_big(struct pump *p, const struct iovec *parts, int n)
         have += length;
     }
     count(p, TOO_BIG, 1);
-    if (get16(start + IP4_FRAGMENT) & DF)
-        answer(p, 3, 4, p->mtu, start, have, true);
+    if (ip_unfragmentable(start))
+        answer(p, TOO_LARGE, start, have, true);
 }
 
 /* A message of many datagrams may meet refusals that a single one does not: it does not fit a shrunken link,
@@ -198,11 +208,11 @@ static void send_all(struct pump *p)
     p->headers_used = 0;
 }
 
-static struct run *run_for(struct pump *p, uint32_t hop, size_t size)
+static struct run *run_for(struct pump *p, struct address hop, size_t size)
 {
     for (unsigned i = 0; i < p->open; i++) {
         struct run *r = &p->runs[i];
-        if (r->hop != hop)
+        if (!address_equal(r->hop, hop))
             continue;
         if (!r->ended && size <= r->size && r->segments < RUN_SEGMENTS && r->bytes + size <= DATAGRAM_MAX)
             return r;
@@ -220,7 +230,7 @@ static struct run *run_for(struct pump *p, uint32_t hop, size_t size)
     return r;
 }
 
-static void enqueue(struct pump *p, uint32_t hop, const uint8_t *head, size_t head_length, const uint8_t *body,
+static void enqueue(struct pump *p, struct address hop, const uint8_t *head, size_t head_length, const uint8_t *body,
                     size_t body_length)
 {
     size_t size = head_length + body_length;
@@ -237,7 +247,7 @@ static void enqueue(struct pump *p, uint32_t hop, const uint8_t *head, size_t he
     r->ended = size < r->size;
 }
 
-static void enqueue_cut(struct pump *p, uint32_t hop, struct cut *cut)
+static void enqueue_cut(struct pump *p, struct address hop, struct cut *cut)
 {
     for (;;) {
         if (p->headers_used == OUT_HEADERS)
@@ -252,23 +262,29 @@ static void enqueue_cut(struct pump *p, uint32_t hop, struct cut *cut)
     }
 }
 
+/* Returns the length of a whole packet of the pump's family, 0 for anything else. */
+static size_t whole(struct pump *p, const uint8_t *packet, size_t length)
+{
+    return length && ip_version(packet) == p->version ? ip_check(packet, length) : 0;
+}
+
 static void take_outward(struct pump *p, const uint8_t *vnet, uint8_t *packet, size_t length)
 {
     struct cut cut;
-    size_t total = ip_check(packet, length);
+    size_t total = whole(p, packet, length);
     if (!total) {
         count(p, MALFORMED, 1);
         return;
     }
-    uint32_t hop = routes_hop(p->routes, get32(packet + IP4_DST));
-    if (!hop) {
+    struct address hop = routes_hop(p->routes, ip_destination(packet));
+    if (!address_set(hop)) {
         count(p, NO_ROUTE, 1);
-        answer(p, 3, 0, 0, packet, total, true);
+        answer(p, UNREACHABLE, packet, total, true);
         return;
     }
-    if (packet[IP4_TTL] <= 1) {
+    if (ip_ttl(packet) <= 1) {
         count(p, TTL_EXCEEDED, 1);
-        answer(p, 11, 0, 0, packet, total, true);
+        answer(p, EXCEEDED, packet, total, true);
         return;
     }
     ip_decrement_ttl(packet);
@@ -286,6 +302,18 @@ static void take_outward(struct pump *p, const uint8_t *vnet, uint8_t *packet, s
     enqueue(p, hop, packet, total, NULL, 0);
 }
 
+/* A change is in force for the next packet: runs hold addresses, not what they were looked up in. */
+static void take_routes(struct pump *p)
+{
+    if (!atomic_load_explicit(&p->next, memory_order_relaxed))
+        return;
+    struct routes *next = atomic_exchange(&p->next, NULL);
+    if (next) {
+        routes_free(p->routes);
+        p->routes = next;
+    }
+}
+
 static bool outward(struct pump *p)
 {
     size_t at = 0, before = p->vnet ? VNET : 0;
@@ -299,6 +327,7 @@ static bool outward(struct pump *p)
                 p->gone = errno;
             break;
         }
+        take_routes(p);
         if ((size_t)got > before)
             take_outward(p, p->vnet ? p->out + at : no_vnet, p->out + at + before, (size_t)got - before);
         at += (size_t)got;
@@ -311,14 +340,14 @@ static bool outward(struct pump *p)
 
 static void take_inward(struct pump *p, uint8_t *packet, size_t length)
 {
-    size_t total = ip_check(packet, length);
+    size_t total = whole(p, packet, length);
     if (!total) {
         count(p, MALFORMED, 1);
         return;
     }
-    if (packet[IP4_TTL] <= 1) {
+    if (ip_ttl(packet) <= 1) {
         count(p, TTL_EXCEEDED, 1);
-        answer(p, 11, 0, 0, packet, total, false);
+        answer(p, EXCEEDED, packet, total, false);
         return;
     }
     ip_decrement_ttl(packet);
@@ -387,13 +416,15 @@ static bool inward(struct pump *p)
 
 /* -- life --------------------------------------------------------------------------------------------- */
 
-struct pump *pump_new(int tun, int sock, bool vnet, bool tso, bool uso, bool gso, uint16_t port, uint16_t mtu)
+struct pump *pump_new(int version, int tun, int sock, bool vnet, bool tso, bool uso, bool gso, uint16_t port,
+                      uint16_t mtu)
 {
+    const struct address none = {0, 0};
     struct pump *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
     p->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    p->routes = routes_new(NULL, 0, 0, 0);
+    p->routes = routes_new(version, NULL, 0, none, none);
     p->headers = malloc(OUT_HEADERS * sizeof *p->headers);
     p->out = malloc(OUT_BYTES);
     p->in = malloc(IN_BYTES);
@@ -403,6 +434,7 @@ struct pump *pump_new(int tun, int sock, bool vnet, bool tso, bool uso, bool gso
         errno = error;
         return NULL;
     }
+    p->version = version;
     p->tun = tun;
     p->sock = sock;
     p->vnet = vnet;
@@ -443,15 +475,6 @@ void pump_forward(struct pump *p, struct routes *routes)
 {
     routes_free(atomic_exchange(&p->next, routes));
     wake(p);
-}
-
-static void take_routes(struct pump *p)
-{
-    struct routes *next = atomic_exchange(&p->next, NULL);
-    if (next) {
-        routes_free(p->routes);
-        p->routes = next;
-    }
 }
 
 static void sleep_until_readable(struct pump *p)

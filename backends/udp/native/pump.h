@@ -25,7 +25,7 @@ enum counter {
 
 /* Packets to one next hop, all of one size but for the last, which may be shorter. */
 struct run {
-    uint32_t hop;
+    struct address hop;
     size_t size, bytes;
     unsigned segments;
     int parts;
@@ -36,6 +36,7 @@ struct run {
 
 struct pump {
     int tun, sock, wake; /* wake is an eventfd, of the pump; the others are the caller's */
+    int version;         /* of the packets, and of those they travel in */
     bool vnet, gso;
     uint16_t port, mtu;
     int gone;            /* the error that ended the loop */
@@ -53,7 +54,8 @@ struct pump {
 };
 
 /* Returns NULL with errno. */
-struct pump *pump_new(int tun, int sock, bool vnet, bool tso, bool uso, bool gso, uint16_t port, uint16_t mtu);
+struct pump *pump_new(int version, int tun, int sock, bool vnet, bool tso, bool uso, bool gso, uint16_t port,
+                      uint16_t mtu);
 void pump_free(struct pump *p);
 
 /* Returns 0 once stopped, the errno of the TUN when that is gone. */

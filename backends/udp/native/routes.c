@@ -10,47 +10,76 @@ enum { MAX_SLOTS = 1 << 18 };
 static bool ascending(const struct range *ranges, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        if (ranges[i].first > ranges[i].last || ranges[i].hop == 0)
+        if (address_less(ranges[i].last, ranges[i].first) || !address_set(ranges[i].hop))
             return false;
-        if (i && ranges[i].first <= ranges[i - 1].last)
+        if (i && !address_less(ranges[i - 1].last, ranges[i].first))
             return false;
     }
     return true;
 }
 
-/* The coarsest slots of which none holds an end of a range inside, or as fine as memory allows. */
-static unsigned pick_shift(const struct range *ranges, size_t count)
+/* The 32 bits of an address that tell the ranges apart. */
+static uint32_t looked_at(const struct routes *r, struct address a)
 {
-    uint32_t ends = 0;
-    for (size_t i = 0; i < count; i++)
-        ends |= ranges[i].first | (ranges[i].last + 1);
+    if (r->window >= 64)
+        return (uint32_t)(a.high >> (r->window - 64));
+    return (uint32_t)(a.low >> r->window | (r->window ? a.high << (64 - r->window) : 0));
+}
+
+/* Behind what all ranges have in common: an address outside them is refused beforehand. */
+static unsigned pick_window(const struct range *ranges, size_t count)
+{
+    uint64_t high = ranges[0].first.high ^ ranges[count - 1].last.high;
+    uint64_t low = ranges[0].first.low ^ ranges[count - 1].last.low;
+    unsigned bits = high ? 128 - (unsigned)__builtin_clzll(high) : low ? 64 - (unsigned)__builtin_clzll(low) : 0;
+    return bits > 32 ? bits - 32 : 0;
+}
+
+/* The coarsest slots of which none holds an end of a range inside, or as fine as memory allows. */
+static unsigned pick_shift(const struct routes *r)
+{
+    uint32_t ends = 0, lowest = looked_at(r, r->ranges[0].first), highest = looked_at(r, r->ranges[r->count - 1].last);
+    for (size_t i = 0; i < r->count; i++)
+        ends |= looked_at(r, r->ranges[i].first) | (looked_at(r, r->ranges[i].last) + 1);
     unsigned shift = 0;
     while (shift < 31 && !(ends >> shift & 1))
         shift++;
-    while ((ranges[count - 1].last >> shift) - (ranges[0].first >> shift) >= MAX_SLOTS)
+    while ((highest >> shift) - (lowest >> shift) >= MAX_SLOTS)
         shift++;
     return shift;
 }
 
 static bool index_ranges(struct routes *r)
 {
-    r->shift = pick_shift(r->ranges, r->count);
-    r->base = r->ranges[0].first >> r->shift;
-    r->slots = (size_t)(r->ranges[r->count - 1].last >> r->shift) - r->base + 1;
+    r->window = pick_window(r->ranges, r->count);
+    r->shift = pick_shift(r);
+    r->base = looked_at(r, r->ranges[0].first) >> r->shift;
+    r->slots = (size_t)(looked_at(r, r->ranges[r->count - 1].last) >> r->shift) - r->base + 1;
     r->start = malloc((r->slots + 1) * sizeof *r->start);
     if (!r->start)
         return false;
     size_t passed = 0;
     for (size_t slot = 0; slot <= r->slots; slot++) {
-        uint64_t address = ((uint64_t)r->base + slot) << r->shift;
-        while (passed < r->count && r->ranges[passed].last < address)
+        uint64_t begins = ((uint64_t)r->base + slot) << r->shift;
+        while (passed < r->count && looked_at(r, r->ranges[passed].last) < begins)
             passed++;
         r->start[slot] = (uint32_t)passed;
     }
     return true;
 }
 
-struct routes *routes_new(const void *packed, size_t count, uint32_t own, uint32_t overlay)
+static struct address unpacked(int version, const uint8_t *packed, size_t number)
+{
+    struct address a = {0, 0};
+    uint32_t value;
+    if (version == 6)
+        return address_at(6, packed + number * 16);
+    memcpy(&value, packed + number * 4, 4);
+    a.low = value;
+    return a;
+}
+
+struct routes *routes_new(int version, const void *packed, size_t count, struct address own, struct address overlay)
 {
     struct routes *r = calloc(1, sizeof *r);
     if (!r)
@@ -63,7 +92,9 @@ struct routes *routes_new(const void *packed, size_t count, uint32_t own, uint32
     r->ranges = calloc(count, sizeof *r->ranges);
     if (!r->ranges)
         goto out;
-    memcpy(r->ranges, packed, count * sizeof *r->ranges);
+    for (size_t i = 0; i < count; i++)
+        r->ranges[i] = (struct range){unpacked(version, packed, 3 * i), unpacked(version, packed, 3 * i + 1),
+                                      unpacked(version, packed, 3 * i + 2)};
     if (!ascending(r->ranges, count)) {
         routes_free(r);
         errno = EINVAL;
@@ -86,20 +117,20 @@ void routes_free(struct routes *routes)
     free(routes);
 }
 
-uint32_t routes_hop(const struct routes *r, uint32_t destination)
+struct address routes_hop(const struct routes *r, struct address destination)
 {
-    uint32_t slot = (destination >> r->shift) - r->base; /* wraps below the base: too large */
-    if (slot >= r->slots)
-        return 0;
+    static const struct address none;
+    if (!r->count || address_less(destination, r->ranges[0].first) ||
+        address_less(r->ranges[r->count - 1].last, destination))
+        return none;
+    uint32_t slot = (looked_at(r, destination) >> r->shift) - r->base;
     size_t low = r->start[slot], high = r->start[slot + 1];
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        if (r->ranges[middle].last < destination)
+        if (address_less(r->ranges[middle].last, destination))
             low = middle + 1;
         else
             high = middle;
     }
-    if (low == r->count || r->ranges[low].first > destination)
-        return 0;
-    return r->ranges[low].hop;
+    return address_less(destination, r->ranges[low].first) ? none : r->ranges[low].hop;
 }

@@ -5,26 +5,29 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "packet.h"
+
 struct range {
-    uint32_t first, last, hop;
+    struct address first, last, hop;
 };
 
 struct routes {
-    uint32_t own, overlay; /* sources of ICMP errors to remote and to local senders, 0: none */
+    struct address own, overlay; /* sources of ICMP errors to remote and to local senders, zero: none */
     size_t count;
     struct range *ranges;
-    unsigned shift;
+    unsigned window; /* the lowest of the 32 bits of an address that the table looks at */
+    unsigned shift;  /* and how many of these share a slot, as a power of two */
     uint32_t base;
     size_t slots;
     uint32_t *start; /* per slot, and one more: how many ranges end before it */
 };
 
-/* ``packed`` holds count triples first, last, hop in native order. Returns NULL with errno EINVAL unless they
- * ascend without overlap, or ENOMEM. */
-struct routes *routes_new(const void *packed, size_t count, uint32_t own, uint32_t overlay);
+/* ``packed`` holds count triples first, last, hop: numbers of 32 bits in native order (version 4), or addresses as on
+ * the wire (version 6). Returns NULL with errno EINVAL unless they ascend without overlap, or ENOMEM. */
+struct routes *routes_new(int version, const void *packed, size_t count, struct address own, struct address overlay);
 void routes_free(struct routes *routes);
 
-/* Returns the next hop, 0 if there is no route. */
-uint32_t routes_hop(const struct routes *routes, uint32_t destination);
+/* Returns the next hop, zero if there is no route. */
+struct address routes_hop(const struct routes *routes, struct address destination);
 
 #endif

@@ -7,7 +7,7 @@
 
 /* struct virtio_net_hdr (linux/virtio_net.h): native order, precedes every packet of the TUN. */
 enum { VNET = 10, VNET_FLAGS = 0, VNET_TYPE = 1, VNET_HEADER = 2, VNET_SIZE = 4, VNET_CSUM_START = 6, VNET_CSUM_OFFSET = 8 };
-enum { VNET_NEEDS_CSUM = 1, VNET_NONE = 0, VNET_TCPV4 = 1, VNET_UDP_L4 = 5, VNET_ECN = 0x80 };
+enum { VNET_NEEDS_CSUM = 1, VNET_NONE = 0, VNET_TCPV4 = 1, VNET_TCPV6 = 4, VNET_UDP_L4 = 5, VNET_ECN = 0x80 };
 
 static inline uint16_t vnet16(const uint8_t *vnet, int at)
 {
@@ -18,14 +18,15 @@ static inline uint16_t vnet16(const uint8_t *vnet, int at)
 
 static inline void vnet_put16(uint8_t *vnet, int at, uint16_t v) { memcpy(vnet + at, &v, 2); }
 
-enum { HEADERS_MAX = 120 }; /* IPv4 and TCP header, each with 40 bytes of options */
+enum { IP_HEADERS_MAX = 60, HEADERS_MAX = IP_HEADERS_MAX + 60 }; /* IP with 40 bytes of options or 20 of extensions, TCP with 40 */
 
 struct cut {
     const uint8_t *packet;
     size_t ip, l4;           /* lengths of the headers */
     size_t size;             /* payload bytes of every segment but the last */
     size_t payload, at;      /* bytes in all, and how many were handed out */
-    uint64_t ip_sum;         /* of the header without length, id and checksum */
+    uint8_t protocol;
+    uint64_t ip_sum;         /* of the header without length, id and checksum; IPv6 has none */
     uint64_t l4_sum;         /* of addresses and protocol */
     uint16_t id;
     uint32_t seq;
