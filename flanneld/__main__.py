@@ -12,6 +12,7 @@ def run() -> int:
     """Run the daemon and return its exit code (console script ``flanneld``)."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it asks for a start, and here is one
     from flanneld.cli import main  # noqa: PLC0415 - signals count from here on, loading takes a while
 
     return main(sys.argv[1:], os.environ)

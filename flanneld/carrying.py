@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from backends.api import Backend, Carrier, CarryingBackend, Setting
 from backends.dataplane.model import Link
 from backends.dataplane.ports import Kernel
+from backends.kernel.fdstore import process_store
 from flanneld.peering import Peering
 from subnet.clock import Clock
 from subnet.model import Subnets
@@ -40,6 +41,7 @@ class Carrying:
         if self._carrier is not earlier:
             self._for = None
         self.links = self._carrier.ensure(self._kernel) if self._carrier is not None else {}
+        process_store().forget_untaken()
 
     def unprepared(self) -> str:
         """Return why it is not known yet what peers must be told; empty: it is."""

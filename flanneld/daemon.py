@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from backends.api import CLOSE_WITHIN_S
+from backends.kernel.fdstore import passing_on, process_store
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
@@ -37,6 +38,8 @@ from subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
 
+ANEW = "SIGHUP"
+"""The signal that asks for a restart in place."""
 END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 """Time the threads get to unwind after a signal; then the process ends without them."""
 
@@ -44,8 +47,10 @@ END_WITHIN_S = CLOSE_WITHIN_S + 0.2
 def serve(options: Options) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 1 after a failure that ended the daemon. Raises
-    UsageError for files that waiting cannot cure.
+    0 after a signal, 1 after a failure that ended the daemon. SIGHUP restarts
+    it in place: the process goes on with a program that was just started, and
+    with the descriptors that carry packets. Raises UsageError for files that
+    waiting cannot cure.
     """
     signals = _Signals()
     clock = SystemClock()
@@ -99,9 +104,7 @@ def serve(options: Options) -> int:
     thread.start()
 
     name = signals.wait()
-    if name:
-        log.info("%s: stopping", name)
-    notifier.stopping()
+    copies = _parting(name, notifier)
     deadline = time.monotonic() + END_WITHIN_S
     stop.set()
     inbox.post(Wake())
@@ -113,8 +116,30 @@ def serve(options: Options) -> int:
         closing.join(max(0.0, deadline - time.monotonic()))
     code = 1 if crash.name else next(iter(ended), 0)
     log.info("stopped")
+    if name == ANEW and code == 0:
+        _start_anew(copies)
     _leave(code)
     return code
+
+
+def _parting(name: str, notifier: Notifier) -> dict[str, int]:
+    """Say what the signal leads to; return copies of the descriptors that outlive a restart in place."""
+    if name == ANEW:
+        log.info("%s: restarting", name)
+        notifier.reloading()
+        return process_store().copies()
+    if name:
+        log.info("%s: stopping", name)
+    notifier.stopping()
+    return {}
+
+
+def _start_anew(copies: Mapping[str, int]) -> None:
+    """Replace the program by itself, as it was called."""
+    logging.shutdown()
+    sys.stderr.flush()
+    environ = {**os.environ, **passing_on(copies)}
+    os.execve(sys.executable, sys.orig_argv, environ)  # noqa: S606 - the very program that runs
 
 
 def _leave(code: int) -> None:
@@ -202,7 +227,7 @@ def _plan(options: Options) -> Plan:
 
 
 class _Signals:
-    """SIGTERM and SIGINT wake the main thread; a second one ends the process at once.
+    """SIGTERM, SIGINT and SIGHUP wake the main thread; a second one ends the process at once.
 
     The handlers run between two byte codes of the main thread, which may hold
     any lock: so they take none, and the waking is done by the interpreter
@@ -215,7 +240,7 @@ class _Signals:
         self._write.setblocking(False)
         self._name = ""
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 
 import sdnotify
 
 
 class Notifier:
-    """READY once, STATUS on change, WATCHDOG in time, STOPPING at the end."""
+    """READY once, STATUS on change, WATCHDOG in time, RELOADING or STOPPING at the end."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._to = sdnotify.SystemdNotifier()
@@ -39,6 +40,11 @@ class Notifier:
         """Sign of life."""
         if self.watchdog_s:
             self._to.notify("WATCHDOG=1")
+
+    def reloading(self) -> None:
+        """Tell that the service starts anew in the same process, and will say READY again."""
+        usec = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._to.notify(f"RELOADING=1\nMONOTONIC_USEC={usec}\nSTATUS=restarting")
 
     def stopping(self) -> None:
         """Tell that the service ends."""

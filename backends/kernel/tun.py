@@ -19,6 +19,8 @@ from subnet.errors import KernelError
 NODE: Final = Path("/dev/net/tun")
 
 TUNSETIFF: Final = 0x400454CA
+TUNGETIFF: Final = 0x800454D2
+SIOCSIFTXQLEN: Final = 0x8943
 TUNSETOFFLOAD: Final = 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN, TUN_F_USO4, TUN_F_USO6 = 0x01, 0x02, 0x04, 0x08, 0x20, 0x40
@@ -26,6 +28,7 @@ _SEGMENT_TCP: Final = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN
 _SEGMENT_UDP: Final = TUN_F_USO4 | TUN_F_USO6
 """The kernel takes both or none (Linux 6.2)."""
 
+_IFREQ_INT = struct.Struct("16si20x")
 _IFREQ = struct.Struct("16sH22x")
 
 _REMEDIES: Final = {
@@ -60,8 +63,13 @@ class Tun:
         except OSError as cause:
             raise KernelError("find", f"device {self.name}", errno.ENODEV, "it was removed at once") from cause
 
+    def hold(self, packets: int) -> None:
+        """Let so many packets wait for a reader. Raises OSError."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+            fcntl.ioctl(control, SIOCSIFTXQLEN, _IFREQ_INT.pack(self.name.encode(), packets))
+
     def close(self) -> None:
-        """Close the descriptor; device, addresses and routes are gone when this returns."""
+        """Close the descriptor; device, addresses and routes are gone when this returns, unless it has a copy."""
         os.close(self.fd)
 
 
@@ -82,6 +90,18 @@ def open_tun(pattern: str, *, offloads: bool = False) -> Tun:
         raise _error("create device", pattern, cause) from cause
 
 
+def adopt_tun(fd: int, *, offloads: bool = False) -> Tun | None:
+    """Return the device behind a descriptor of an earlier process, None if it is gone or has the other header."""
+    try:
+        name, flags = _IFREQ.unpack(fcntl.ioctl(fd, TUNGETIFF, bytes(_IFREQ.size)))
+    except OSError:
+        return None
+    if not flags & IFF_TUN or bool(flags & IFF_VNET_HDR) is not offloads:
+        return None
+    os.set_blocking(fd, False)
+    return _with_offloads(fd, name.rstrip(b"\0").decode()) if offloads else Tun(fd, name.rstrip(b"\0").decode())
+
+
 def _attach(fd: int, pattern: str, offloads: bool) -> Tun:
     vnet_hdr = offloads
     try:
@@ -91,11 +111,13 @@ def _attach(fd: int, pattern: str, offloads: bool) -> Tun:
             raise
         vnet_hdr = False
         name = _set_interface(fd, pattern, IFF_TUN | IFF_NO_PI)
-    if not vnet_hdr:
-        return Tun(fd, name)
+    return _with_offloads(fd, name) if vnet_hdr else Tun(fd, name)
+
+
+def _with_offloads(fd: int, name: str) -> Tun:
     uso = _offered(fd, _SEGMENT_TCP | _SEGMENT_UDP)
     tso = uso or _offered(fd, _SEGMENT_TCP)
-    return Tun(fd, name, vnet_hdr, tso, uso)
+    return Tun(fd, name, True, tso, uso)
 
 
 def _set_interface(fd: int, pattern: str, flags: int) -> str:

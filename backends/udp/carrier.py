@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -15,18 +16,21 @@ from backends.api import Carrier
 from backends.dataplane.model import Link
 from backends.dataplane.ports import Kernel
 from backends.kernel import fou
+from backends.kernel.fdstore import FdStore, process_store
 from backends.kernel.fou import FouPort
-from backends.kernel.tun import Tun, open_tun
+from backends.kernel.tun import Tun, adopt_tun, open_tun
 from backends.udp import routes
 from backends.udp.api import DEVICE_GONE, Forwarding, Pump, overlay_address
 from backends.udp.options import carried
 from backends.udp.pump import PythonPump
-from backends.udp.wire import Wire, open_wire, shown
+from backends.udp.wire import Wire, adopt_wire, open_wire, shown
 from subnet.errors import KernelError
 from subnet.model import Family, IPAddress, IPNetwork, Lease, Subnets
 
 log = logging.getLogger(__name__)
 
+HELD_PACKETS: Final = 10_000
+"""How many packets wait at a TUN while the daemon restarts; by itself it would be 500."""
 DEVICE_PATTERN: Final[Mapping[Family, str]] = {4: "flannel%d", 6: "flannel-v6.%d"}
 END_WITHIN_S: Final = 1.0
 
@@ -106,12 +110,22 @@ class _Running:
     thread: threading.Thread
     index: int
 
+    @property
+    def works(self) -> bool:
+        """Whether the pump runs, or waits to be started."""
+        return self.thread.ident is None or self.thread.is_alive()
+
 
 class UdpCarrier(Carrier):
-    """One TUN device, one socket, one pump."""
+    """One TUN device, one socket, one pump.
 
-    def __init__(self, spec: CarrierSpec, *, native: bool | None = None) -> None:
+    Where descriptors are kept (``FdStore``), device and socket outlive the
+    process: what arrives meanwhile waits in them for the pump of the next.
+    """
+
+    def __init__(self, spec: CarrierSpec, *, native: bool | None = None, store: FdStore | None = None) -> None:
         self.spec = spec
+        self._store = process_store() if store is None else store
         self._native = native_available() if native is None else native
         self._running: _Running | None = None
         self._forwarding = Forwarding()
@@ -133,7 +147,7 @@ class UdpCarrier(Carrier):
         running = self._running
         if running is not None and not self._intact(running, links):
             log.warning("device %s was deleted; it is made anew", running.tun.name)
-            self.close()
+            self.discard()
         if self._running is None:
             self._running = self._open()
             links = kernel.links()
@@ -163,14 +177,24 @@ class UdpCarrier(Carrier):
             self._forwarding = forwarding
             if self._running is not None:
                 self._running.pump.forward(forwarding)
+        if self._running is not None and self._running.thread.ident is None:
+            # Not before: to a pump that knows no peer, what waited for it would be for nobody.
+            self._running.thread.start()
+
+    def discard(self) -> None:
+        """End the pump for good; device, addresses and routes go with it."""
+        for name in self._names():
+            self._store.forget(name)
+        self.close()
 
     def close(self) -> None:
-        """End the pump; device, addresses and routes go with it."""
+        """End the pump; device, addresses and routes go with it unless the service manager keeps them."""
         running, self._running = self._running, None
         if running is None:
             return
         running.pump.stop()
-        running.thread.join(END_WITHIN_S)
+        if running.thread.ident is not None:
+            running.thread.join(END_WITHIN_S)
         if running.thread.is_alive():
             # Its descriptors must not be given to others while it may still use them.
             log.error("the pump of %s does not end; its device stays until the process ends", running.tun.name)
@@ -183,24 +207,52 @@ class UdpCarrier(Carrier):
 
     def _intact(self, running: _Running, links: Mapping[str, Link]) -> bool:
         link = links.get(running.tun.name)
-        return link is not None and link.index == running.index and running.thread.is_alive()
+        return link is not None and link.index == running.index and running.works
 
     def _open(self) -> _Running:
         spec = self.spec
-        wire = self._bind()
-        try:
-            tun = open_tun(spec.pattern, offloads=self._native)
-        except KernelError:
-            wire.socket.close()
-            raise
+        adopted = self._adopt()
+        tun, wire = adopted or self._create()
+        for name, fd in zip(self._names(), (tun.fd, wire.socket.fileno()), strict=True):
+            self._store.keep(name, fd)
         make: MakePump = NativePump if self._native else PythonPump
         pump = make(tun, wire, spec.port, spec.mtu_bytes)
         pump.forward(self._forwarding)
         thread = threading.Thread(target=_run, args=(pump, tun.name), name="udp-pump", daemon=True)
-        thread.start()
         where = f"udp {shown(spec.local, spec.port)} mtu {spec.mtu_bytes}"
-        log.info("device %s created: %s, %s", tun.name, where, self._how(tun, wire))
+        verb = "taken over" if adopted else "created"
+        log.info("device %s %s: %s, %s", tun.name, verb, where, self._how(tun, wire))
         return _Running(tun, wire, pump, thread, tun.index())
+
+    def _names(self) -> tuple[str, str]:
+        """Return what TUN and socket are kept under."""
+        return f"flannel-tun-{self.spec.family}", f"flannel-udp-{self.spec.family}"
+
+    def _adopt(self) -> tuple[Tun, Wire] | None:
+        """Return what the run before left with the service manager, if it fits; what does not is closed."""
+        fds = [self._store.take(name) for name in self._names()]
+        tun = adopt_tun(fds[0], offloads=self._native) if fds[0] is not None else None
+        wire = adopt_wire(fds[1], self.spec.local, self.spec.port) if fds[1] is not None else None
+        if tun is not None and wire is not None:
+            return tun, wire
+        if wire is not None:
+            wire.socket.detach()
+        for name, fd in zip(self._names(), fds, strict=True):
+            if fd is not None:
+                self._store.forget(name)
+                os.close(fd)
+        return None
+
+    def _create(self) -> tuple[Tun, Wire]:
+        wire = self._bind()
+        try:
+            tun = open_tun(self.spec.pattern, offloads=self._native)
+        except KernelError:
+            wire.socket.close()
+            raise
+        with suppress(OSError):
+            tun.hold(HELD_PACKETS)
+        return tun, wire
 
     def _bind(self) -> Wire:
         try:

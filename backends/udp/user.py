@@ -57,7 +57,7 @@ class UdpBackend:
             earlier.close()
         for family, one in held.items():
             if one.spec != self._specs.get(family):
-                one.close()
+                one.discard()
         self._carriers = {
             family: held[family] if family in held and held[family].spec == spec else UdpCarrier(spec)
             for family, spec in self._specs.items()

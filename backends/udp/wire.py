@@ -65,6 +65,19 @@ def open_wire(address: IPAddress, port: int) -> Wire:
     return Wire(sock, _has(sock, UDP_SEGMENT), _switched_on(sock, UDP_GRO))
 
 
+def adopt_wire(fd: int, address: IPAddress, port: int) -> Wire | None:
+    """Return the socket behind a descriptor of an earlier process, None if it is bound to anything else."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    if sock.type != socket.SOCK_DGRAM or sock.getsockname()[:2] != (str(address), port):
+        sock.detach()
+        return None
+    sock.setblocking(False)
+    return Wire(sock, _has(sock, UDP_SEGMENT), _switched_on(sock, UDP_GRO))
+
+
 def shown(address: IPAddress, port: int) -> str:
     """Return both as they are written together (RFC 3986 s3.2.2)."""
     return f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"

@@ -25,6 +25,15 @@ OWN_COMMAND = (sys.executable, "-m", "flanneld")
 
 _COVER = 'mount --bind "$2" "$1" && shift 2 && exec "$@"'
 """ip-netns(8) runs every program in a mount namespace of its own."""
+_GIVE = """
+import os, sys
+for at, fd in enumerate([int(fd) + 100 for fd in sys.argv[1].split(",") if fd and os.dup2(int(fd), int(fd) + 100)], 3):
+    os.dup2(fd, at)
+    os.close(fd)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Puts descriptors where sd_listen_fds(3) looks for them, and becomes the daemon."""
 
 
 class Daemon:
@@ -32,6 +41,7 @@ class Daemon:
 
     ``flags`` come after the ones the lab needs; ``env`` is added to the environment.
     ``own`` names directories that the daemon and what it starts see as their own: path to what is seen there.
+    ``keeps_descriptors``: as under systemd, those that the daemon asks for are kept for its next run.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class Daemon:
         self.subnet_file = directory / "subnet.env"
         self.notify = NotifyListener(directory / "notify")
         self.runs = 0
+        self.keeps_descriptors = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -82,7 +93,11 @@ class Daemon:
         env = environment(NOTIFY_SOCKET=str(self.notify.path), PYTHONPATH=path, PYTHONSAFEPATH="1") | self.env
         with self.log_path.open("wb") as log:
             argv = (*self.command, f"--subnet-file={self.subnet_file}", *self.flags, *flags)
-            self._process = self.namespace.spawn(*argv, output=log, env=env)
+            kept = dict(self.notify.kept) if self.keeps_descriptors else {}
+            if self.keeps_descriptors:
+                env |= {"FDSTORE": "4", "LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(kept)}
+                argv = (sys.executable, "-c", _GIVE, ",".join(map(str, kept.values())), *argv)
+            self._process = self.namespace.spawn(*argv, output=log, env=env, fds=tuple(kept.values()))
 
     def wait_ready(self, timeout_s: float = 30.0) -> float:
         """Return the monotonic time of READY=1; raises LabError with the log's end if it does not come."""

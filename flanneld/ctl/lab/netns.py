@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -98,9 +98,13 @@ class Namespace:
         return run(*self.argv(*argv), check=check, stdin=stdin, timeout_s=timeout_s)
 
     def spawn(
-        self, *argv: str, output: IO[bytes] | None = None, env: Mapping[str, str] | None = None
+        self,
+        *argv: str,
+        output: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a tool inside, in a session of its own: a Ctrl-C at the terminal is not for it."""
+        """Start a tool inside, in a session of its own: a Ctrl-C at the terminal is not for it. It has ``fds``, too."""
         return subprocess.Popen(
             self.argv(*argv),
             stdin=subprocess.DEVNULL,
@@ -108,6 +112,7 @@ class Namespace:
             stderr=subprocess.STDOUT if output else subprocess.DEVNULL,
             env=dict(env) if env is not None else environment(),
             start_new_session=True,
+            pass_fds=fds,
         )
 
     def ip(self, *commands: str) -> None:

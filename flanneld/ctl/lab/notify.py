@@ -1,7 +1,8 @@
-"""The other end of NOTIFY_SOCKET, see sd_notify(3)."""
+"""The other end of NOTIFY_SOCKET, see sd_notify(3): what a service manager hears, and the descriptors it keeps."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -16,6 +17,8 @@ class NotifyListener:
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
+        self.kept: dict[str, int] = {}
+        """Descriptors that the service wants to have back after a restart, by name."""
         self._changed = threading.Condition()
         self._messages: list[tuple[float, dict[str, str]]] = []
         self._thread = threading.Thread(target=self._receive, name=f"notify-{path.parent.name}", daemon=True)
@@ -53,14 +56,32 @@ class NotifyListener:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
+        for fd in self.kept.values():
+            os.close(fd)
+        self.kept.clear()
         self.path.unlink(missing_ok=True)
 
     def _first(self, name: str, value: str) -> float | None:
         return next((at for at, m in self._messages if m.get(name) == value), None)
 
     def _receive(self) -> None:
-        while text := self._socket.recv(8192).decode(errors="replace"):
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._socket, 8192, 16)
+            if not data:
+                return
+            text = data.decode(errors="replace")
             assignments = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+            self._keep(assignments, fds)
             with self._changed:
                 self._messages.append((time.monotonic(), assignments))
                 self._changed.notify_all()
+
+    def _keep(self, assignments: dict[str, str], fds: list[int]) -> None:
+        name = assignments.get("FDNAME", "")
+        if "FDSTOREREMOVE" in assignments and name in self.kept:
+            os.close(self.kept.pop(name))
+        for fd in fds:
+            if "FDSTORE" in assignments and name not in self.kept:
+                self.kept[name] = fd
+            else:
+                os.close(fd)

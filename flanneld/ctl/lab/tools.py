@@ -17,7 +17,16 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the caller's environment without what would steer a daemon, with the system's directories on PATH."""
-    steering = ("FLANNELD_", "NOTIFY_", "WATCHDOG_", "STATE_DIRECTORY", "ETCD")
+    steering = (
+        "FLANNELD_",
+        "NOTIFY_",
+        "WATCHDOG_",
+        "LISTEN_",
+        "FDSTORE",
+        "SYSTEMD_EXEC_PID",
+        "STATE_DIRECTORY",
+        "ETCD",
+    )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(steering)}
     kept["PATH"] = f"{kept['PATH']}:{SYSTEM_PATH}" if kept.get("PATH") else SYSTEM_PATH
     return kept | extra
