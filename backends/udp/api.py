@@ -25,11 +25,13 @@ class Forwarding:
     ``own`` answers remote senders. ``overlay`` answers local ones: the kernel
     takes no packet from outside with an address of its own as source, so it
     has to be one that nobody here holds and that is reached through the TUN.
+    Datagrams are taken from ``peers`` only, None: from everybody.
     """
 
     ranges: tuple[Range, ...] = ()
     own: int = 0
     overlay: int = 0
+    peers: frozenset[int] | None = None
 
 
 def overlay_address(network: IPNetwork, subnet: IPNetwork) -> IPAddress:
@@ -72,5 +74,6 @@ COUNTERS: Final = (
     "icmp_sent",
     "tx_dropped",
     "rx_dropped",
+    "unknown_sender",
 )
 """What ``Pump.stats`` counts. ``tx`` is TUN to socket; a message or a write carries one packet or more."""

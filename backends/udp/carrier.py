@@ -42,13 +42,15 @@ MakePump = Callable[[Tun, Wire, int, int], Pump]
 class CarrierSpec:
     """What makes a carrier: the local end, the port of every node, the TUN's MTU, and the cluster's network.
 
-    IPv4 travels in IPv4, IPv6 in IPv6.
+    IPv4 travels in IPv4, IPv6 in IPv6. ``allow_unknown``: what comes from an
+    address that is no peer's is not dropped.
     """
 
     local: IPAddress
     port: int
     mtu_bytes: int
     network: IPNetwork
+    allow_unknown: bool = False
 
     @property
     def family(self) -> Family:
@@ -84,7 +86,8 @@ class NativePump:
     def forward(self, forwarding: Forwarding) -> None:
         """Replace routes and addresses."""
         own, overlay = (_packed(number, self._family) for number in (forwarding.own, forwarding.overlay))
-        self._pump.forward(routes.pack(forwarding.ranges, self._family), own, overlay)
+        peers = None if forwarding.peers is None else routes.pack_peers(forwarding.peers, self._family)
+        self._pump.forward(routes.pack(forwarding.ranges, self._family), own, overlay, peers)
 
 
 def _packed(address: int, family: Family) -> bytes:
@@ -172,6 +175,7 @@ class UdpCarrier(Carrier):
             routes.ranges(table),
             int(subnet.network_address),
             int(overlay_address(self.spec.network, subnet)),
+            None if self.spec.allow_unknown else frozenset(int(public) for public in table.values()),
         )
         if forwarding != self._forwarding:
             self._forwarding = forwarding

@@ -57,6 +57,11 @@ def port(setting: Setting) -> int:
     return OptionReader(setting.config.backend).integer("Port", DEFAULT_PORT, 1, 65535)
 
 
+def allow_unknown(setting: Setting) -> bool:
+    """Return whether datagrams from addresses that are no peer's are taken. Raises ConfigError."""
+    return OptionReader(setting.config.backend).boolean("AllowUnknown", False)
+
+
 def local(setting: Setting, family: Family) -> IPAddress:
     """Return the interface's own address of a family that the config enables. Raises ConfigError if it has none."""
     address = setting.interface.local(family)

@@ -103,6 +103,7 @@ class PythonPump:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopped = False
         self._state = (Table(), Forwarding())
+        self._senders: frozenset[str] | None = None
         self._count = dict.fromkeys(COUNTERS, 0)
         self._hops: dict[int, tuple[str, int]] = {}
         self._arena = memoryview(bytearray(ARENA_BYTES))
@@ -131,6 +132,8 @@ class PythonPump:
 
     def forward(self, forwarding: Forwarding) -> None:
         """Replace routes and addresses."""
+        peers = forwarding.peers
+        self._senders = None if peers is None else frozenset(str(self._address(peer)) for peer in peers)
         self._state = (Table(forwarding.ranges), forwarding)
 
     def stats(self) -> Mapping[str, int]:
@@ -248,7 +251,7 @@ class PythonPump:
         """Deliver what waits at the socket, up to a burst; return whether there was anything."""
         for received in range(RECEIVED_AT_ONCE):
             try:
-                length, control, _, _ = self._wire.socket.recvmsg_into(
+                length, control, _, sender = self._wire.socket.recvmsg_into(
                     [self._datagrams], socket.CMSG_SPACE(_INT.size), socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
@@ -257,7 +260,11 @@ class PythonPump:
                 # Out of memory, say. A readable socket that cannot be read must not become a busy loop.
                 select.select([self._wake], [], [], PAUSE_S)
                 return received > 0
-            self._take_inward(self._datagrams[:length], _segment_bytes(control) or length or 1)
+            size = _segment_bytes(control) or length or 1
+            if self._senders is None or sender[0] in self._senders:
+                self._take_inward(self._datagrams[:length], size)
+            else:
+                self._count["unknown_sender"] += -(-length // size) or 1
         return True
 
     def _take_inward(self, received: memoryview, size: int) -> None:

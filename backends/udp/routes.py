@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
+import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from subnet.model import Family, IPAddress, IPNetwork
 
@@ -60,6 +61,12 @@ def pack(table: Sequence[Range], version: Family = 4) -> bytes:
     if version == 4:
         return b"".join(_PACKED.pack(r.first, r.last, r.hop) for r in table)
     return b"".join(number.to_bytes(16, "big") for r in table for number in (r.first, r.last, r.hop))
+
+
+def pack_peers(peers: Iterable[int], version: Family = 4) -> bytes:
+    """Return addresses as the native pump takes them: in ascending order, each as in ``pack``."""
+    order: Literal["little", "big"] = sys.byteorder if version == 4 else "big"
+    return b"".join(peer.to_bytes(4 if version == 4 else 16, order) for peer in sorted(peers))
 
 
 class Table:

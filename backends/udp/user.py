@@ -22,13 +22,13 @@ class UdpBackend:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        port = options.port(setting)
+        port, unknown = options.port(setting), options.allow_unknown(setting)
         self._specs: dict[Family, CarrierSpec] = {}
         for family in setting.config.families:
             pool = setting.config.pool(family)
             if pool is not None:
                 local, mtu_bytes = options.local(setting, family), options.mtu_bytes(setting, family)
-                self._specs[family] = CarrierSpec(local, port, mtu_bytes, pool.network)
+                self._specs[family] = CarrierSpec(local, port, mtu_bytes, pool.network, unknown)
         self._carriers: dict[Family, UdpCarrier] = {}
 
     def links(self, macs: Mapping[str, str], binding: bool) -> tuple[LinkSpec, ...]:

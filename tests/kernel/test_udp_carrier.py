@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from ipaddress import IPv4Address
 
 import pytest
@@ -138,6 +139,41 @@ def test_U05_garbage_is_dropped(played: Played) -> None:
         played.send(good + b"trailing bytes")
         assert sock.recv(100) == b"good"
     until("the count", lambda: played.count("malformed") >= len(garbage) - 1)
+
+
+def test_a_stranger_is_not_listened_to(played: Played) -> None:
+    played.far.ip("addr add 192.0.2.66/24 dev eth0")
+    datagram = ipv4.datagram(b"stranger", (4001, 4000), source="10.5.9.2", destination="10.5.1.2")
+    with played.inside() as sock, played.far.socket() as stranger:
+        stranger.bind(("192.0.2.66", PORT))
+        for _ in range(3):
+            stranger.sendto(datagram, (played.node.underlay, PORT))
+        until("the count", lambda: played.count("unknown_sender") == 3)
+        played.send(ipv4.datagram(b"peer", (4001, 4000), source="10.5.9.2", destination="10.5.1.2"))
+        assert sock.recv(100) == b"peer"
+        played.node.know(peer(9), peer(66))
+        stranger.sendto(datagram, (played.node.underlay, PORT))
+        assert sock.recv(100) == b"stranger"
+    until("the count", lambda: played.count("rx_packets") == 2)
+
+
+def test_strangers_are_listened_to_where_that_is_asked_for(make_namespace: MakeNamespace, native: bool) -> None:
+    near, far = make_namespace("near"), make_namespace("far")
+    veth(near, far)
+    far.ip("addr add 192.0.2.66/24 dev eth0")
+    node = Node(near, 1, native)
+    node.carrier = UdpCarrier(replace(node.carrier.spec, allow_unknown=True), native=native)
+    node.up(peer(9))
+    near.ip("addr add 10.5.1.2/32 dev lo")
+    try:
+        with near.socket() as sock, far.socket() as stranger:
+            sock.bind(("10.5.1.2", 4000))
+            sock.settimeout(5)
+            datagram = ipv4.datagram(b"stranger", (4001, 4000), source="10.5.9.2", destination="10.5.1.2")
+            stranger.sendto(datagram, (node.underlay, PORT))
+            assert sock.recv(100) == b"stranger"
+    finally:
+        node.carrier.close()
 
 
 def raw_icmp(played: Played) -> socket.socket:

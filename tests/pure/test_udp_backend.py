@@ -74,6 +74,7 @@ def test_the_carrier_is_made_of_the_interface_and_the_port() -> None:
     usual = CarrierSpec(IPv4Address("192.0.2.1"), 8285, 1472, NETWORK)
     assert spec_of(backend()) == usual
     assert spec_of(backend(public_v4=IPv4Address("203.0.113.5"))) == usual
+    assert spec_of(backend(',"AllowUnknown":true')).allow_unknown
     assert spec_of(backend(',"port":9000,"DataPath":"User"')).port == 9000
 
 
@@ -95,6 +96,7 @@ def test_a_carrier_goes_on_while_what_it_is_made_of_stays() -> None:
         (',"Port":"8285"', "", r"Backend\.Port"),
         (',"DataPath":"bpf"', "", r"Backend\.DataPath 'bpf' is not available in this version; it has auto, user, fou"),
         (',"DataPath":"kernel"', "", r"Backend\.DataPath 'kernel' is unknown"),
+        (',"AllowUnknown":1', "", r"Backend\.AllowUnknown 1: must be"),
         (',"DataPath":1', "", r"Backend\.DataPath 1: must be a string"),
     ],
 )

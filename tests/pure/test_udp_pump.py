@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from backends.udp.api import COUNTERS, ICMP_PER_SECOND
@@ -61,9 +63,15 @@ def test_the_native_pump_counts_the_same() -> None:
         pump.stop()
         pump.run()
         with pytest.raises(ValueError, match="ranges"):
-            pump.forward(b"x", b"", b"")
+            pump.forward(b"x", b"", b"", None)
         with pytest.raises(ValueError, match="family"):
-            pump.forward(b"", bytes(16), b"")
+            pump.forward(b"", bytes(16), b"", None)
+        for peers in (
+            b"x",
+            bytes([2, 0, 0, 0, 1, 0, 0, 0]) if sys.byteorder == "little" else bytes([0, 0, 0, 2, 0, 0, 0, 1]),
+        ):
+            with pytest.raises(ValueError, match="ascending"):
+                pump.forward(b"", b"", b"", peers)
     finally:
         os.close(fd)
         for end in ends:

@@ -14,7 +14,7 @@ typedef struct {
 
 static const char *const counter_names[COUNTERS] = {
     "tx_packets", "tx_bytes", "tx_messages", "rx_packets", "rx_bytes", "rx_writes", "no_route", "ttl_exceeded",
-    "too_big", "malformed", "icmp_sent", "tx_dropped", "rx_dropped",
+    "too_big", "malformed", "icmp_sent", "tx_dropped", "rx_dropped", "unknown_sender",
 };
 
 static bool is_version(int version)
@@ -52,6 +52,18 @@ static struct routes *routes_from(int version, const Py_buffer *packed, struct a
     else if (!routes)
         PyErr_NoMemory();
     return routes;
+}
+
+static bool admit_only(struct routes *routes, int version, const Py_buffer *peers)
+{
+    Py_ssize_t each = version == 6 ? 16 : 4;
+    if (peers->len % each == 0 && routes_close(routes, version, peers->buf, (size_t)(peers->len / each)))
+        return true;
+    if (peers->len % each == 0 && errno == ENOMEM)
+        PyErr_NoMemory();
+    else
+        PyErr_SetString(PyExc_ValueError, "peers must be addresses in ascending order");
+    return false;
 }
 
 /* -- the type Pump ------------------------------------------------------------------------------------ */
@@ -126,17 +138,23 @@ static PyObject *method_stop(PumpObject *self, PyObject *unused)
 
 static PyObject *method_forward(PumpObject *self, PyObject *args)
 {
-    Py_buffer packed, own_bytes, overlay_bytes;
+    Py_buffer packed, own_bytes, overlay_bytes, peers = {.buf = NULL};
     struct address own, overlay;
-    if (!usable(self) || !PyArg_ParseTuple(args, "y*y*y*", &packed, &own_bytes, &overlay_bytes))
+    if (!usable(self) || !PyArg_ParseTuple(args, "y*y*y*z*", &packed, &own_bytes, &overlay_bytes, &peers))
         return NULL;
     int version = self->pump->version;
     struct routes *routes = NULL;
     if (address_from(version, &own_bytes, &own) && address_from(version, &overlay_bytes, &overlay))
         routes = routes_from(version, &packed, own, overlay);
+    if (routes && peers.buf && !admit_only(routes, version, &peers)) {
+        routes_free(routes);
+        routes = NULL;
+    }
     PyBuffer_Release(&packed);
     PyBuffer_Release(&own_bytes);
     PyBuffer_Release(&overlay_bytes);
+    if (peers.buf)
+        PyBuffer_Release(&peers);
     if (!routes)
         return NULL;
     pump_forward(self->pump, routes);

@@ -367,15 +367,19 @@ static size_t datagram_size(struct msghdr *message)
 }
 
 /* Returns the bytes received, -1 when nothing waits. */
-static ssize_t receive(struct pump *p, uint8_t *buffer, size_t *each)
+static ssize_t receive(struct pump *p, uint8_t *buffer, size_t *each, bool *admitted)
 {
+    union {
+        struct sockaddr_in four;
+        struct sockaddr_in6 six;
+    } from;
     union {
         struct cmsghdr align;
         char bytes[CMSG_SPACE(sizeof(int))];
     } control;
     struct iovec part = {buffer, PACKET_MAX};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes,
-                             .msg_controllen = sizeof control.bytes};
+    struct msghdr message = {.msg_name = &from, .msg_namelen = sizeof from, .msg_iov = &part, .msg_iovlen = 1,
+                             .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
     ssize_t got;
     do
         got = recvmsg(p->sock, &message, MSG_DONTWAIT);
@@ -386,6 +390,12 @@ static ssize_t receive(struct pump *p, uint8_t *buffer, size_t *each)
             wait_for(p, 0, PAUSE_MS);
         return -1;
     }
+    if (p->version == 6)
+        *admitted = message.msg_namelen >= sizeof from.six &&
+                    routes_admit(p->routes, address_at(6, from.six.sin6_addr.s6_addr));
+    else
+        *admitted = message.msg_namelen >= sizeof from.four &&
+                    routes_admit(p->routes, address_at(4, (const uint8_t *)&from.four.sin_addr));
     *each = datagram_size(&message);
     if (!*each || *each > (size_t)got)
         *each = (size_t)got;
@@ -396,11 +406,17 @@ static bool inward(struct pump *p)
 {
     size_t at = 0, each;
     int messages = 0;
+    bool admitted;
 
+    take_routes(p);
     for (; messages < IN_MESSAGES && at + PACKET_MAX <= IN_BYTES && !p->gone; messages++) {
-        ssize_t got = receive(p, p->in + at, &each);
+        ssize_t got = receive(p, p->in + at, &each, &admitted);
         if (got < 0)
             break;
+        if (!admitted) {
+            count(p, UNKNOWN_SENDER, each ? ((size_t)got + each - 1) / each : 1);
+            continue;
+        }
         size_t end = at + (size_t)got;
         if (got == 0)
             count(p, MALFORMED, 1);

@@ -20,7 +20,7 @@ enum {
 /* In the order of COUNTERS in api.py. */
 enum counter {
     TX_PACKETS, TX_BYTES, TX_MESSAGES, RX_PACKETS, RX_BYTES, RX_WRITES, NO_ROUTE, TTL_EXCEEDED, TOO_BIG, MALFORMED,
-    ICMP_SENT, TX_DROPPED, RX_DROPPED, COUNTERS
+    ICMP_SENT, TX_DROPPED, RX_DROPPED, UNKNOWN_SENDER, COUNTERS
 };
 
 /* Packets to one next hop, all of one size but for the last, which may be shorter. */

@@ -108,10 +108,43 @@ out:
     return NULL;
 }
 
+bool routes_close(struct routes *r, int version, const void *packed, size_t count)
+{
+    r->peer = calloc(count + 1, sizeof *r->peer);
+    if (!r->peer)
+        return false;
+    for (size_t i = 0; i < count; i++) {
+        r->peer[i] = unpacked(version, packed, i);
+        if (i && !address_less(r->peer[i - 1], r->peer[i])) {
+            errno = EINVAL;
+            return false;
+        }
+    }
+    r->peers = count;
+    r->closed = true;
+    return true;
+}
+
+bool routes_admit(const struct routes *r, struct address sender)
+{
+    if (!r->closed)
+        return true;
+    size_t low = 0, high = r->peers;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (address_less(r->peer[middle], sender))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < r->peers && address_equal(r->peer[low], sender);
+}
+
 void routes_free(struct routes *routes)
 {
     if (!routes)
         return;
+    free(routes->peer);
     free(routes->ranges);
     free(routes->start);
     free(routes);

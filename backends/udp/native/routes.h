@@ -19,6 +19,9 @@ struct routes {
     unsigned shift;  /* and how many of these share a slot, as a power of two */
     uint32_t base;
     size_t slots;
+    bool closed;     /* datagrams are taken from these addresses only, in ascending order */
+    size_t peers;
+    struct address *peer;
     uint32_t *start; /* per slot, and one more: how many ranges end before it */
 };
 
@@ -26,6 +29,12 @@ struct routes {
  * the wire (version 6). Returns NULL with errno EINVAL unless they ascend without overlap, or ENOMEM. */
 struct routes *routes_new(int version, const void *packed, size_t count, struct address own, struct address overlay);
 void routes_free(struct routes *routes);
+
+/* From now on takes datagrams from these addresses only, packed like one of a triple. Returns false with errno. */
+bool routes_close(struct routes *routes, int version, const void *packed, size_t count);
+
+/* Whether datagrams are taken from an address. */
+bool routes_admit(const struct routes *routes, struct address sender);
 
 /* Returns the next hop, zero if there is no route. */
 struct address routes_hop(const struct routes *routes, struct address destination);
