@@ -12,7 +12,11 @@ from tests.support.firewalld import Firewalld, missing
 from tests.support.netns import Namespace
 from tests.support.traffic import GOLDEN, GOLDEN_NATIVE, POLICY, SEED, Keeper, NativeTables, Tables, in_time
 
-pytestmark = [pytest.mark.kernel, pytest.mark.skipif(bool(missing()), reason=missing() or "is there")]
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "is there"),
+    pytest.mark.usefixtures("undisturbed"),
+]
 
 REPAIR_S, LEGACY_RESYNC_S = 0.3, 1.0
 REJECT = "filter -A FORWARD -j REJECT --reject-with icmp-host-prohibited"

@@ -27,7 +27,7 @@ from tests.support.traffic import (
     until,
 )
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("undisturbed")]
 
 RESYNC_S: dict[Variant, float] = {"nft": 300.0, "legacy": 1.0}
 ONLY_V4 = replace(POLICY, v6=None)

@@ -18,7 +18,7 @@ from flanneld.traffic.rules import Pair, TrafficPolicy
 from tests.support.netns import Namespace
 from tests.support.traffic import GOLDEN, POLICY, SEED, SEEDED, V4, Keeper, Tables, until
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("undisturbed")]
 
 OLD = Pair(ip_network("10.4.0.0/16"), ip_network("10.4.1.0/24"))
 # The nft variant repairs on notification: with this period nothing else can have done it.

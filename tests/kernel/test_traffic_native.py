@@ -23,7 +23,7 @@ from tests.support.traffic import (
     until,
 )
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("undisturbed")]
 
 NATIVE = replace(POLICY, nftables=True)
 # Repaired on notification: with this period nothing else can have done it.

@@ -27,7 +27,7 @@ from tests.support.traffic import (
     until,
 )
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("undisturbed")]
 
 REPAIR_S = 0.3
 # With this period, only a notification can have been the reason for a repair.

@@ -50,7 +50,7 @@ def test_I01_a_host_without_any_ipv4_address_waits_for_its_network_and_starts(st
             host.daemon.wait_ready(15)
         else:
             # Nothing but loopback has IPv4 there.
-            with listen_in(host.namespace.name, "127.0.0.1", 6443) as listener, KubeApi(listener=listener) as api:
+            with KubeApi(listen=lambda: listen_in(host.namespace.name, "127.0.0.1", 6443)) as api:
                 api.node("h1", ["fd00:42:1:1::/64"])
                 (tmp_path / "net-conf.json").write_text(json.dumps(whole))
                 host.daemon.env["NODE_NAME"] = "h1"
