@@ -24,11 +24,23 @@ from backends.udp.wire import SOL_UDP, UDP_GRO, UDP_SEGMENT, Wire
 
 ARENA_BYTES: Final = 256 << 10
 LARGEST_BYTES: Final = 65535
+LEAST_ROOM_BYTES: Final = 2048
+SIZES_REMEMBERED: Final = 64
 RECEIVED_AT_ONCE: Final = 16
 SEGMENTS: Final = 64
 """Datagrams in one message (UDP_MAX_SEGMENTS of kernels before 6.9)."""
 ORDINARY: Final = 0x45
 """First byte of an IPv4 packet without options."""
+GLANCE: Final = struct.Struct("!BxHxxxxIxxxxI")
+"""First byte, total length, the word of TTL, protocol and checksum, destination."""
+WORD: Final = struct.Struct("!I")
+WORD_AT: Final = 8
+LIVES: Final = 0x02000000
+"""The least such word whose TTL may lose one."""
+AGES: Final = 0x00FFFF00
+"""What is taken from the word: one from the TTL, while the checksum grows by 0x0100 (``packet.mended``)."""
+CARRIES: Final = 0xFEFF
+"""The least checksum that overflows then; 0xFFFF less is the same with its end-around carry."""
 PAUSE_S: Final = 0.01
 
 _FULL = frozenset({errno.EAGAIN, errno.ENOBUFS})
@@ -37,6 +49,14 @@ _UNSEGMENTED = frozenset({errno.EMSGSIZE, errno.EINVAL, errno.EIO, errno.EOPNOTS
 takes, or a link or policy that cannot cut."""
 _SIZE = struct.Struct("=H")
 _INT = struct.Struct("=i")
+
+
+def _slots(mtu_bytes: int) -> list[tuple[tuple[memoryview], memoryview, memoryview]]:
+    """Return where the packets of a burst are read to: what readv(2) wants, the room, and a packet of full size."""
+    each = max(mtu_bytes, LEAST_ROOM_BYTES)
+    arena = memoryview(bytearray(max(ARENA_BYTES, each)))
+    rooms = [arena[at : at + each] for at in range(0, len(arena) - each + 1, each)]
+    return [((room,), room, room[:mtu_bytes]) for room in rooms]
 
 
 class _Format(Protocol):
@@ -106,8 +126,9 @@ class PythonPump:
         self._senders: frozenset[str] | None = None
         self._count = dict.fromkeys(COUNTERS, 0)
         self._hops: dict[int, tuple[str, int]] = {}
-        self._arena = memoryview(bytearray(ARENA_BYTES))
+        self._slots = _slots(mtu_bytes)
         self._datagrams = memoryview(bytearray(LARGEST_BYTES))
+        self._cut: dict[int, list[memoryview]] = {}
         self._limit = _Limit(now)
 
     def __del__(self) -> None:
@@ -144,22 +165,23 @@ class PythonPump:
 
     def _outward(self) -> bool:
         """Send what waits at the TUN, up to one arena full; return whether there was anything."""
+        tun, readv, glance, mend = self._tun, os.readv, GLANCE.unpack_from, WORD.pack_into
         hop_of, runs = self._state[0].hop, dict[int, _Run]()
-        glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
-        at, ordinary = 0, self._ordinary
-        while at + LARGEST_BYTES <= ARENA_BYTES:
-            room = self._arena[at:]
+        ordinary, usual_bytes, moved = self._ordinary, self._mtu_bytes, False
+        for buffers, room, usual in self._slots:
             try:
-                length = os.readv(self._tun, (room,))
+                length = readv(tun, buffers)
             except BlockingIOError:
                 break
-            at += length
-            one = room[:length]
+            moved = True
+            one = usual if length == usual_bytes else room[:length]
             # Almost every packet is whole, without options, and on its way to a peer.
-            if length >= packet.HEADER_BYTES:
-                first, total, ttl, protocol, value, destination = glance(one)
-                if first == ordinary and total == length and ttl > 1 and (hop := hop_of(destination)):
-                    mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
+            first, total, word, destination = glance(room)
+            if first == ordinary and total == length >= packet.HEADER_BYTES and word >= LIVES:
+                hop = hop_of(destination)
+                if hop:
+                    word -= AGES if word & 0xFFFF < CARRIES else AGES + 0xFFFF
+                    mend(one, WORD_AT, word)
                     run = runs.get(hop)
                     if run is not None and length == run.size and len(run.packets) < run.room and not run.ended:
                         run.packets.append(one)
@@ -169,7 +191,7 @@ class PythonPump:
             self._examine_outward(one, runs)
         for hop, run in runs.items():
             self._send(hop, run)
-        return at > 0
+        return moved
 
     def _examine_outward(self, one: memoryview, runs: dict[int, _Run]) -> None:
         header = self._ip.parse(one)
@@ -269,22 +291,41 @@ class PythonPump:
 
     def _take_inward(self, received: memoryview, size: int) -> None:
         """Deliver the datagrams of one reception, each of ``size`` but for the last."""
-        glance, mend, mended = packet.GLANCE.unpack_from, packet.TTL.pack_into, packet.mended
+        tun, write, glance, mend = self._tun, os.write, GLANCE.unpack_from, WORD.pack_into
         delivered, ordinary = 0, self._ordinary
-        for at in range(0, len(received) or 1, size):
-            one = received[at : at + size]
+        for one in self._datagrams_of(received, size):
             length = len(one)
             if length >= packet.HEADER_BYTES:
-                first, total, ttl, protocol, value, _ = glance(one)
+                first, total, word, _ = glance(one)
                 # A wrong checksum stays wrong, and the kernel drops the packet for it.
-                if first == ordinary and total == length and ttl > 1:
-                    mend(one, packet.TTL_AT, ttl - 1, protocol, mended(value))
-                    delivered += self._write(one)
+                if first == ordinary and total == length and word >= LIVES:
+                    word -= AGES if word & 0xFFFF < CARRIES else AGES + 0xFFFF
+                    mend(one, WORD_AT, word)
+                    try:
+                        write(tun, one)
+                    except OSError as error:
+                        self._refused(error)
+                    else:
+                        delivered += 1
                     continue
             delivered += self._examine_inward(one)
         self._count["rx_packets"] += delivered
         self._count["rx_writes"] += delivered
         self._count["rx_bytes"] += len(received)
+
+    def _datagrams_of(self, received: memoryview, size: int) -> list[memoryview]:
+        """Return the datagrams of a reception. Most are as long as those before, and where those were."""
+        whole, rest = divmod(len(received), size)
+        cut = self._cut.get(size)
+        if cut is None:
+            if len(self._cut) >= SIZES_REMEMBERED:
+                self._cut.clear()
+            cut = [self._datagrams[at : at + size] for at in range(0, LARGEST_BYTES - size + 1, size)][:SEGMENTS]
+            self._cut[size] = cut
+        found = cut[:whole]
+        if rest or not whole:
+            found.append(received[whole * size :])
+        return found
 
     def _examine_inward(self, one: memoryview) -> bool:
         header = self._ip.parse(one)
@@ -302,12 +343,15 @@ class PythonPump:
         try:
             os.write(self._tun, one)
         except OSError as error:
-            if error.errno in DEVICE_GONE:
-                raise
-            # The device is down, or the kernel finds fault with the packet.
-            self._count["rx_dropped"] += 1
+            self._refused(error)
             return False
         return True
+
+    def _refused(self, error: OSError) -> None:
+        """Count a packet that was not written: the device is down, or the kernel finds fault with the packet."""
+        if error.errno in DEVICE_GONE:
+            raise error
+        self._count["rx_dropped"] += 1
 
     # -- ICMP errors ------------------------------------------------------
 
