@@ -27,8 +27,13 @@ SPEC = CarrierSpec(IPv4Address("192.0.2.1"), PORT, 1472, NETWORK)
 
 
 @pytest.fixture
-def host(make_namespace: MakeNamespace) -> Namespace:
-    near, far = make_namespace("near"), make_namespace("far")
+def far(make_namespace: MakeNamespace) -> Namespace:
+    return make_namespace("far")
+
+
+@pytest.fixture
+def host(make_namespace: MakeNamespace, far: Namespace) -> Namespace:
+    near = make_namespace("near")
     veth(near, far)
     near.ip("addr add 192.0.2.1/24 dev eth0")
     far.ip("addr add 192.0.2.9/24 dev eth0")
@@ -96,7 +101,7 @@ def ensured(host: Namespace, carrier: UdpCarrier) -> int:
 
 @pytest.mark.parametrize("native", PUMPS)
 def test_what_arrives_between_two_carriers_waits_for_the_second(
-    host: Namespace, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, native: bool
+    host: Namespace, far: Namespace, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
     first = UdpCarrier(SPEC, native=native, store=keeper.store(monkeypatch))
     index = ensured(host, first)
@@ -104,7 +109,7 @@ def test_what_arrives_between_two_carriers_waits_for_the_second(
     host.ip("addr add 10.5.1.0/32 dev flannel0")
     host.ip(f"route add {NETWORK} dev flannel0")
     first.close()
-    with host.socket() as inside, host.socket() as wire:
+    with host.socket() as inside, far.socket() as wire:
         inside.bind(("10.5.1.2", 4000))
         inside.settimeout(5)
         for number in range(600):
