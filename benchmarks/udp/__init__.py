@@ -1,1 +1,1 @@
-"""What the udp backend carries, against its own fall-backs and against vxlan."""
+"""What the udp backend carries by each data path, beside a plain pump, vxlan and the bare link."""

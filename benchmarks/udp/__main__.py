@@ -1,116 +1,116 @@
-"""``python -m benchmarks.udp``: TCP between containers of two hosts, in turn by every data path (root, etcd, iperf3).
+"""``python -m benchmarks.udp``: what every data path carries, beside a plain pump (root, gcc, iperf3).
 
-All labs are up at once and measured in turn, the first one differing by round;
-medians are compared. ``--wire`` takes segmentation and checksum offload from
-the links between the hosts, as a network has none once packets are on the
-wire; without it large packets cross the links undivided.
+All pairs of hosts are up at once and measured in turn, the first one differing
+by round, and in alternating directions; medians are compared. Two kinds of
+cable: ``full`` is a veth as it comes, which large packets cross undivided, and
+``nic`` cuts and merges in the kernel as a NIC without tunnel offloads would.
 """
 
 from __future__ import annotations
 
 import argparse
-import array
-import fcntl
-import socket
-import statistics
-import struct
+import datetime
+import os
+import shutil
 import sys
+import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
-from flanneld.ctl.lab import Lab
-from flanneld.ctl.lab.measure import can_measure, throughput_bps, wait_for_answer
-from flanneld.ctl.lab.netns import Namespace
+from benchmarks.machine import describe
+from benchmarks.udp.pairs import Pair, Variant, build
+from flanneld import __version__
 
-ROOT = Path(__file__).parents[2]
-SIOCETHTOOL = 0x8946
-STXCSUM, SGSO, SGRO = 0x17, 0x24, 0x2C
-"""linux/ethtool.h. Without checksums there is no segmentation either."""
+VARIANTS = (
+    Variant("bare", "bare"),
+    Variant("vxlan", "vxlan"),
+    Variant("plain", "plain"),
+    Variant("native", "native"),
+    Variant("python", "python"),
+    Variant("native", "plain"),
+    Variant("python", "plain"),
+)
+ROUTED = tuple(Variant(path, path, more) for more in (5_000, 50_000) for path in ("plain", "native"))
 
-_START = "import sys; sys.path.insert(0, {root!r}); {change}; from flanneld.__main__ import run; sys.exit(run())"
-_PYTHON = "sys.modules['backends.udp._pump'] = None"
-_PER_PACKET = (
-    "from backends.udp import carrier as c; t, w = c.open_tun, c.open_wire; "
-    "c.open_tun = lambda name, offloads: t(name); "
-    "c.open_wire = lambda *a: (lambda x: (x.socket.setsockopt(17, 104, 0), type(x)(x.socket, False, False))[1])(w(*a))"
+LEGEND = """\
+- plain: one packet per system call, a list of routes searched from its beginning, in C, as upstream's proxy is built
+  (`benchmarks/udp/plain.c`). Two paths in a name: the first host has one, the second the other.
+- TCP: iperf3, cubic, directions in turn. CPU: all processors of the machine, senders and receivers included.
+- 64-byte packets: one flow, at most 256 under way. Round trip: UDP, one packet at a time.
+- Everything shares the machine's cores. A figure that hangs on how fast a sleeping core wakes, such as the round trip,
+  varies between runs more than within one.
+"""
+
+Figures = dict[str, list[float]]
+METRICS = (
+    ("TCP, 1 stream", "Gbit/s", 2),
+    ("TCP, 4 streams", "Gbit/s", 2),
+    ("CPU, 1 stream", "s/GB", 2),
+    ("64-byte packets", "k/s", 0),
+    ("round trip, median", "µs", 0),
+    ("round trip, 99 %", "µs", 0),
 )
 
 
-def command(change: str) -> tuple[str, ...]:
-    """Return the command line of a daemon with a change made beforehand."""
-    return (sys.executable, "-c", _START.format(root=str(ROOT), change=change))
-
-
-@dataclass(slots=True)
-class Variant:
-    """A data path and what was measured of it."""
-
-    name: str
-    backend: str
-    command: tuple[str, ...]
-    bps: list[float] = field(default_factory=list)
-    round_trip_ms: list[float] = field(default_factory=list)
-
-    @property
-    def median_bps(self) -> float:
-        """Return the median throughput."""
-        return statistics.median(self.bps)
-
-
-def variants() -> list[Variant]:
-    """Return what is compared. "Per packet" is the native loop with one packet per system call, as upstream's."""
-    return [
-        Variant("udp, native pump", "udp", command("pass")),
-        Variant("udp, native, per packet", "udp", command(_PER_PACKET)),
-        Variant("udp, pump in Python", "udp", command(_PYTHON)),
-        Variant("vxlan", "vxlan", command("pass")),
-    ]
-
-
-def plain_link(namespace: Namespace, device: str) -> None:
-    """Let a link take neither unfinished checksums nor packets to be cut, and merge what arrives, as a NIC does."""
-
-    def change() -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-            for what, value in ((STXCSUM, 0), (SGSO, 0), (SGRO, 1)):
-                data = array.array("B", struct.pack("=II", what, value))
-                fcntl.ioctl(control, SIOCETHTOOL, struct.pack("16sP", device.encode(), data.buffer_info()[0]))
-
-    namespace.call(change)
-
-
-def build(ending: ExitStack, variant: Variant, wire: bool) -> Lab:
-    """Return a lab of two hosts whose containers reach each other."""
-    lab = ending.enter_context(Lab(2, backend=variant.backend, command=variant.command))
-    for host in lab.hosts if wire else ():
-        plain_link(host.namespace, "eth0")
-        plain_link(lab.switch, f"{host.name}-eth0")
-    first, second = (host.pod for host in lab.hosts)
-    if not wait_for_answer(first, second, 4, 20):
-        raise SystemExit(f"{variant.name}: the containers do not reach each other")
-    return lab
-
-
-def measure(lab: Lab, variant: Variant, seconds: int, reverse: bool) -> None:
+def measure(pair: Pair, figures: Figures, seconds: int, reverse: bool) -> None:
     """Add one figure of each kind."""
-    source, target = (host.pod for host in (reversed(lab.hosts) if reverse else lab.hosts))
-    _, mean_ms = source.ping(target, count=5)
-    bps = throughput_bps(source, target, seconds)
-    if bps is None or mean_ms is None:
-        raise SystemExit(f"{variant.name}: no figure")
-    variant.bps.append(bps)
-    variant.round_trip_ms.append(mean_ms)
+    bps, cpu = pair.tcp(1, seconds, reverse)
+    figures["TCP, 1 stream"].append(bps / 1e9)
+    figures["CPU, 1 stream"].append(cpu)
+    figures["TCP, 4 streams"].append(pair.tcp(4, seconds, reverse)[0] / 1e9)
+    figures["64-byte packets"].append(pair.small(seconds / 2) / 1e3)
+    typical, late = pair.round_trip(seconds / 2)
+    figures["round trip, median"].append(typical)
+    figures["round trip, 99 %"].append(late)
 
 
-def report(measured: list[Variant]) -> None:
-    """Print medians, ranges and ratios."""
-    names = [v.name for v in measured]
-    print(f"\n{'':24} {'Gbit/s':>7} {'range':>13} {'RTT ms':>7}  " + "  ".join(f"/ {name}" for name in names[1:]))
-    for v in measured:
-        spread = f"{min(v.bps) / 1e9:.2f}-{max(v.bps) / 1e9:.2f}"
-        ratios = "  ".join(f"{v.median_bps / other.median_bps:>{len(other.name) + 2}.2f}" for other in measured[1:])
-        print(f"{v.name:24} {v.median_bps / 1e9:7.2f} {spread:>13} {statistics.median(v.round_trip_ms):7.3f}  {ratios}")
+def run(link: str, rounds: int, seconds: int) -> tuple[dict[Variant, Figures], dict[Variant, list[float]]]:
+    """Return the figures of one kind of cable, and packets per second to two hosts with many routes."""
+    found = {v: {name: list[float]() for name, _, _ in METRICS} for v in VARIANTS}
+    routed = {v: list[float]() for v in (Variant("plain", "plain"), Variant("native", "native"), *ROUTED)}
+    with ExitStack() as ending:
+        tools = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        build(tools)
+        pairs = []
+        for number, variant in enumerate((*VARIANTS, *(ROUTED if link == "full" else ()))):
+            pair = Pair(variant, tools, link == "nic")
+            pair.start(ending, f"{link}{number}")
+            pairs.append(pair)
+        for number in range(rounds):
+            for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
+                if pair.variant in found:
+                    measure(pair, found[pair.variant], seconds, bool(number % 2))
+                if pair.variant in routed and link == "full":
+                    routed[pair.variant].append(pair.small(seconds / 2, 2) / 1e3)
+            print(f"{link}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return found, routed
+
+
+def table(found: dict[Variant, Figures]) -> str:
+    """Return a Markdown table: medians and ranges, and how they compare with the plain pump's, round by round."""
+    plain = found[Variant("plain", "plain")]
+    lines = ["| path | " + " | ".join(f"{name}, {unit} | ÷ plain" for name, unit, _ in METRICS) + " |"]
+    lines.append("|---" * (1 + 2 * len(METRICS)) + "|")
+    for variant, figures in found.items():
+        cells = [variant.name]
+        for name, _, digits in METRICS:
+            values = figures[name]
+            cells.append(f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})")
+            ratios = [value / reference for value, reference in zip(values, plain[name], strict=True)]
+            cells.append(f"{median(ratios):.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def routes_table(routed: dict[Variant, list[float]]) -> str:
+    """Return a Markdown table of packets per second to two hosts in turn, by the number of routes."""
+    lines = ["| routes | plain, k/s | native, k/s | native ÷ plain |", "|---|---|---|---|"]
+    for more in (0, 5_000, 50_000):
+        plain, native = (routed[Variant(path, path, more)] for path in ("plain", "native"))
+        ratio = median(n / p for n, p in zip(native, plain, strict=True))
+        lines.append(f"| {more} | {median(plain):.0f} | {median(native):.0f} | {ratio:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -118,18 +118,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.udp", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=2)
-    parser.add_argument("--wire", action="store_true")
+    parser.add_argument("--link", choices=("full", "nic", "both"), default="both")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     options = parser.parse_args()
-    if not can_measure():
-        raise SystemExit("iperf3 is missing")
-    measured = variants()
-    with ExitStack() as ending:
-        labs = [(build(ending, v, options.wire), v) for v in measured]
-        for number in range(options.rounds):
-            for lab, variant in labs[number % len(labs) :] + labs[: number % len(labs)]:
-                measure(lab, variant, options.seconds, bool(number % 2))
-            print(f"round {number + 1} of {options.rounds}", flush=True)
-    report(measured)
+    missing = [tool for tool in ("gcc", "iperf3") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        parser.error(f"missing: {', '.join(missing)}" if missing else "needs root: network namespaces are made")
+    before = os.getloadavg()[0]
+    parts = []
+    for link in ("full", "nic") if options.link == "both" else (options.link,):
+        found, routed = run(link, options.rounds, options.seconds)
+        parts += [f"## Cable `{link}`", table(found)]
+        if link == "full":
+            parts += ["64-byte packets to two hosts in turn, by the number of further routes:", routes_table(routed)]
+    head = [
+        "# Results of the udp backend",
+        f"flanneld {__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. {describe()};"
+        f" load average {before:.1f} before, {os.getloadavg()[0]:.1f} after. Medians of {options.rounds} rounds, with"
+        " ranges; a ratio is the median of the rounds' own ratios.",
+    ]
+    text = "\n\n".join([*head, *parts, LEGEND])
+    print(text, end="")
+    if options.output is not None:
+        options.output.write_text(text)
     return 0
 
 
