@@ -27,8 +27,12 @@ _COVER = 'mount --bind "$2" "$1" && shift 2 && exec "$@"'
 """ip-netns(8) runs every program in a mount namespace of its own."""
 _GIVE = """
 import os, sys
-for at, fd in enumerate([int(fd) + 100 for fd in sys.argv[1].split(",") if fd and os.dup2(int(fd), int(fd) + 100)], 3):
-    os.dup2(fd, at)
+given = [int(fd) for fd in sys.argv[1].split(",") if fd]
+aside = [os.dup2(fd, fd + 100) for fd in given]
+for fd in given:
+    os.close(fd)
+for place, fd in enumerate(aside, 3):
+    os.dup2(fd, place)
     os.close(fd)
 os.environ["LISTEN_PID"] = str(os.getpid())
 os.execvp(sys.argv[2], sys.argv[2:])
