@@ -131,6 +131,7 @@ class UdpCarrier(Carrier):
         self._store = process_store() if store is None else store
         self._native = native_available() if native is None else native
         self._running: _Running | None = None
+        self._told = False
         self._forwarding = Forwarding()
 
     @property
@@ -153,6 +154,7 @@ class UdpCarrier(Carrier):
             self.discard()
         if self._running is None:
             self._running = self._open()
+            self._start()
             links = kernel.links()
         link = links[self.device]
         if not link.up or link.mtu_bytes != self.spec.mtu_bytes:
@@ -181,9 +183,8 @@ class UdpCarrier(Carrier):
             self._forwarding = forwarding
             if self._running is not None:
                 self._running.pump.forward(forwarding)
-        if self._running is not None and self._running.thread.ident is None:
-            # Not before: to a pump that knows no peer, what waited for it would be for nobody.
-            self._running.thread.start()
+        self._told = True
+        self._start()
 
     def discard(self) -> None:
         """End the pump for good; device, addresses and routes go with it."""
@@ -227,6 +228,11 @@ class UdpCarrier(Carrier):
         verb = "taken over" if adopted else "created"
         log.info("device %s %s: %s, %s", tun.name, verb, where, self._how(tun, wire))
         return _Running(tun, wire, pump, thread, tun.index())
+
+    def _start(self) -> None:
+        """Start the pump once peers were told: what waits for one that knows none would be for nobody."""
+        if self._told and self._running is not None and self._running.thread.ident is None:
+            self._running.thread.start()
 
     def _names(self) -> tuple[str, str]:
         """Return what TUN and socket are kept under."""
