@@ -1,8 +1,9 @@
 """The kernel of this network namespace, through rtnetlink.
 
-Links, addresses and look-ups go through pyroute2; what grows with the number
-of peers (neighbours, FDB entries, routes) is packed by ``rtnl`` and sent in
-batches over a socket of its own.
+What a start needs (links, addresses, look-ups, VXLAN devices) is packed by
+``linkmsg``, what grows with the number of peers (neighbours, FDB entries,
+routes) by ``rtnl``; the latter is sent in batches. Devices of other kinds are
+made through pyroute2, which is loaded for them only.
 """
 
 from __future__ import annotations
@@ -14,13 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from ipaddress import ip_address, ip_interface, ip_network
+from ipaddress import ip_network
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
-
-import pyroute2
-from pyroute2.netlink.exceptions import NetlinkError
+from typing import TypeAlias
 
 from backends.dataplane.model import (
     Address,
@@ -32,25 +30,21 @@ from backends.dataplane.model import (
     Neighbour,
     ObservedState,
     Route,
+    Vxlan,
     Wireguard,
     WireguardPeer,
 )
 from backends.dataplane.ports import Failure
-from backends.kernel import ethtool, rtnl, tunnels
-from backends.kernel.sockets import BATCH, NetlinkSocket, Refusal, kernel_error
+from backends.kernel import ethtool, linkmsg, rtnl
+from backends.kernel.sockets import BATCH, Encode, NetlinkSocket, Refusal, kernel_error
 from backends.kernel.wireguard import WireguardDevices
 from backends.kernel.wireguard_go import WireguardGo, installed
 from backends.kernel.xfrm import read_policies, request_policies
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
 
-_T = TypeVar("_T")
-
 GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
 TUN = "tun"
-IFF_UP, IFF_LOOPBACK, IFF_POINTOPOINT = 0x1, 0x8, 0x10
-IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
-
 
 Send: TypeAlias = Callable[[Sequence[tuple[Change, int]]], list[Refusal]]
 """Makes a batch of changes, each with its device's index."""
@@ -63,15 +57,13 @@ class NetlinkKernel:
     """
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._ipr = pyroute2.IPRoute()
         self._bulk = NetlinkSocket(socket.NETLINK_ROUTE)
         self._wireguard = WireguardDevices(wall_clock)
         self._wireguard_go = WireguardGo(wall_clock)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the socket."""
         self._bulk.close()
-        self._ipr.close()
 
     @property
     def port_ids(self) -> frozenset[int]:
@@ -80,14 +72,16 @@ class NetlinkKernel:
 
     def links(self) -> dict[str, Link]:
         """Return all devices by name."""
-        found = self._call("read", "links", lambda: list(self._ipr.get_links()))
-        return {link.name: self._with_settings(link) for link in map(_link, found)}
+        found = self._bulk.dump(linkmsg.dump_links(), "links")
+        links = [linkmsg.decode_link(*one) for one in found if one[1].kind == rtnl.RTM_NEWLINK]
+        return {link.name: self._with_settings(link) for link in links}
 
     def addresses(self) -> tuple[Address, ...]:
         """Return all addresses of all devices, in the kernel's order."""
         names = _names()
-        found = self._call("read", "addresses", lambda: list(self._ipr.get_addr()))
-        return tuple(a for a in (_parse_address(m, names) for m in found) if a is not None)
+        found = self._bulk.dump(linkmsg.dump_addresses(), "addresses")
+        decoded = [linkmsg.decode_address(*one) for one in found if one[1].kind == rtnl.RTM_NEWADDR]
+        return tuple(replace(one[1], device=names[one[0]]) for one in decoded if one is not None and one[0] in names)
 
     def routes(self) -> frozenset[Route]:
         """Return the main tables' routes of both families."""
@@ -179,50 +173,34 @@ class NetlinkKernel:
         address = change.target
         if not isinstance(address, Address):
             raise TypeError(f"{address} is no address")
-        verb = "add" if change.verb == "put" else "del"
+        put = change.verb == "put"
         try:
-            self._call(
-                change.verb,
-                address,
-                lambda: self._ipr.addr(
-                    verb,
-                    index=self._index(address.device),
-                    address=str(address.interface.ip),
-                    prefixlen=address.interface.network.prefixlen,
-                    **({"label": address.label} if address.label else {}),
-                ),
-            )
+            index = self._index(address.device)
+            self._ask(change.verb, address, lambda sequence: linkmsg.address_change(put, index, address, sequence))
         except KernelError as error:
-            expected = {errno.EEXIST} if change.verb == "put" else GONE
+            expected = {errno.EEXIST} if put else GONE
             return [] if error.errno in expected else [Failure(change, error)]
         return []
 
     def lookup(self, target: IPAddress) -> Route:
         """Return the route a packet to ``target`` takes (RTM_GETROUTE), with its source address."""
-        found = self._call("look up route to", target, lambda: list(self._ipr.route("get", dst=str(target))))
-        if not found:
+        found = self._bulk.first(linkmsg.get_route(target), target, "look up route to")
+        if found is None:
             raise kernel_error("look up route to", target, errno.ENETUNREACH)
-        message = found[0]
-        source, gateway = message.get_attr("RTA_PREFSRC"), message.get_attr("RTA_GATEWAY")
-        return Route(
-            destination=ip_network(target),
-            device=_names().get(message.get_attr("RTA_OIF") or 0, ""),
-            gateway=ip_address(gateway) if gateway else None,
-            source=ip_address(source) if source else None,
-        )
+        way = linkmsg.decode_way(*found)
+        return Route(ip_network(target), _names().get(way.index, ""), way.gateway, source=way.source)
 
     def create_link(self, spec: LinkSpec) -> None:
         """Create the device, down and without addresses."""
-        values: dict[str, Any] = {"ifname": spec.name, "mtu": spec.mtu_bytes, "txqlen": 0}
-        if spec.mac:
-            values["address"] = spec.mac
-        program = installed() if isinstance(spec.tunnel, Wireguard) else None
+        tunnel = spec.tunnel
+        if isinstance(tunnel, Vxlan):
+            self._ask("create", f"device {spec.name}", lambda sequence: linkmsg.vxlan_create(spec, tunnel, sequence))
+            return
+        from backends.kernel import tunnels  # noqa: PLC0415 - brings pyroute2 in, which most starts do without
+
+        program = installed() if isinstance(tunnel, Wireguard) else None
         try:
-            self._call(
-                "create",
-                f"device {spec.name}",
-                lambda: self._ipr.link("add", **values, **tunnels.options(spec.tunnel)),
-            )
+            tunnels.create(spec)
         except KernelError as error:
             if error.errno != errno.EOPNOTSUPP or program is None:
                 raise
@@ -234,7 +212,8 @@ class NetlinkKernel:
     def delete_link(self, name: str) -> None:
         """Delete the device."""
         try:
-            self._call("delete", f"device {name}", lambda: self._ipr.link("del", index=self._index(name)))
+            index = self._index(name)
+            self._ask("delete", f"device {name}", lambda sequence: linkmsg.link_delete(index, sequence))
         except KernelError as error:
             if error.errno not in GONE:
                 raise
@@ -250,23 +229,18 @@ class NetlinkKernel:
         wireguard: Wireguard | None = None,
     ) -> None:
         """Change attributes of an existing device in place."""
+        index = self._index(name)
         if wireguard is not None:
             # First: a device takes its port when it goes up.
             self._set_wireguard(name, wireguard)
-        values: dict[str, Any] = {}
-        if up is not None:
-            values["state"] = "up" if up else "down"
-        if mtu_bytes is not None:
-            values["mtu"] = mtu_bytes
-        if mac is not None:
-            values["address"] = mac
-        if values:
-            text = " ".join(f"{key} {value}" for key, value in values.items())
-            self._call(f"set {text} on", name, lambda: self._ipr.link("set", index=self._index(name), **values))
+        wishes = {"state": None if up is None else "up" if up else "down", "mtu": mtu_bytes, "address": mac}
+        text = " ".join(f"{key} {value}" for key, value in wishes.items() if value is not None)
+        if text:
+            change = partial(linkmsg.link_change, index, up=up, mtu_bytes=mtu_bytes, mac=mac)
+            self._ask(f"set {text} on", name, change)
         if learning is not None:
             # On its own: the kernel refuses a change of the kind's data together with others.
-            options = {"kind": "vxlan", "vxlan_learning": int(learning)}
-            self._call("set learning on", name, lambda: self._ipr.link("set", index=self._index(name), **options))
+            self._ask("set learning on", name, lambda sequence: linkmsg.learning_change(index, sequence, learning))
 
     def sysctl(self, key: str) -> str | None:
         """Return a value below /proc/sys, None if the kernel has no such key."""
@@ -303,10 +277,10 @@ class NetlinkKernel:
         wireguard.configure(self._index(name), name, wanted)
 
     def _link_at(self, index: int, name: str) -> Link:
-        found = self._call("read", f"device {name}", lambda: list(self._ipr.get_links(index)))
-        if not found:
+        found = self._bulk.first(linkmsg.dump_links(index), f"device {name}")
+        if found is None:
             raise kernel_error("find device", name, errno.ENODEV)
-        return _link(found[0])
+        return linkmsg.decode_link(*found)
 
     def _index(self, name: str) -> int:
         try:
@@ -314,53 +288,11 @@ class NetlinkKernel:
         except OSError as cause:
             raise kernel_error("find device", name, errno.ENODEV) from cause
 
-    def _call(self, operation: str, target: object, body: Callable[[], _T]) -> _T:
-        try:
-            return body()
-        except NetlinkError as cause:
-            raise kernel_error(operation, target, int(cause.code), _kernel_words(cause)) from cause
-        except OSError as cause:
-            raise kernel_error(operation, target, cause.errno or 0) from cause
-
-
-def _kernel_words(cause: NetlinkError) -> str:
-    return str(cause.extra_code) if getattr(cause, "extra_code", None) else ""
+    def _ask(self, operation: str, target: object, encode: Encode) -> None:
+        """Make one request. Raises KernelError."""
+        for _, code, text in self._bulk.request([encode]):
+            raise kernel_error(operation, target, code, text)
 
 
 def _names() -> dict[int, str]:
     return dict(socket.if_nameindex())
-
-
-def _link(message: Any) -> Link:
-    info = message.get_attr("IFLA_LINKINFO")
-    kind = (info.get_attr("IFLA_INFO_KIND") if info else "") or ""
-    flags = message["flags"]
-    return Link(
-        name=message.get_attr("IFLA_IFNAME"),
-        index=message["index"],
-        kind=kind,
-        mac=message.get_attr("IFLA_ADDRESS") or "",
-        mtu_bytes=message.get_attr("IFLA_MTU") or 0,
-        up=bool(flags & IFF_UP),
-        tunnel=tunnels.parse(kind, info.get_attr("IFLA_INFO_DATA") if info else None),
-        loopback=bool(flags & IFF_LOOPBACK),
-        point_to_point=bool(flags & IFF_POINTOPOINT),
-    )
-
-
-def _parse_address(message: Any, names: dict[int, str]) -> Address | None:
-    device = names.get(message["index"])
-    text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
-    if device is None or text is None:
-        return None
-    flags = message.get_attr("IFA_FLAGS") or message["flags"]
-    return Address(
-        device=device,
-        interface=ip_interface(f"{text}/{message['prefixlen']}"),
-        scope=rtnl.SCOPES.get(message["scope"], "global"),
-        dynamic=not flags & IFA_F_PERMANENT,
-        temporary=bool(flags & IFA_F_SECONDARY),
-        deprecated=bool(flags & IFA_F_DEPRECATED),
-        tentative=bool(flags & IFA_F_TENTATIVE),
-        label=message.get_attr("IFA_LABEL") or "",
-    )

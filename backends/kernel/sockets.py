@@ -85,9 +85,9 @@ class NetlinkSocket:
             refused += [(position, code, "no acknowledgement") for position in pending.values()]
         return refused
 
-    def first(self, request: bytes, what: str) -> tuple[bytes, rtnl.Header] | None:
+    def first(self, request: bytes, what: object, operation: str = "read") -> tuple[bytes, rtnl.Header] | None:
         """Return the first message of an answer, None if there is no such thing. What follows stays unread."""
-        return next(self._answers(request, what), None)
+        return next(self._answers(request, what, operation), None)
 
     def dump(self, request: bytes, what: str) -> list[tuple[bytes, rtnl.Header]]:
         """Return the messages of a dump; an interrupted dump is begun anew, at most five times."""
@@ -98,7 +98,7 @@ class NetlinkSocket:
                 break
         return found
 
-    def _answers(self, request: bytes, what: str) -> Iterator[tuple[bytes, rtnl.Header]]:
+    def _answers(self, request: bytes, what: object, operation: str = "read") -> Iterator[tuple[bytes, rtnl.Header]]:
         sequence = self._next_sequence()
         try:
             self._socket.sendto(rtnl.with_sequence(request, sequence), (0, 0))
@@ -112,9 +112,9 @@ class NetlinkSocket:
                         code, text = rtnl.decode_error(buffer, header)
                         if code in ABSENT:
                             return
-                        raise kernel_error("read", what, code, text)
+                        raise kernel_error(operation, what, code, text)
                     if header.kind == rtnl.NLMSG_DONE:
                         return
                     yield buffer, header
         except OSError as cause:
-            raise kernel_error("read", what, cause.errno or errno.ETIMEDOUT) from cause
+            raise kernel_error(operation, what, cause.errno or errno.ETIMEDOUT) from cause
