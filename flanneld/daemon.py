@@ -23,7 +23,7 @@ from backends.kernel.fdstore import passing_on, process_store
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
 from flanneld.extiface import Wish
-from flanneld.healthz import Health, HealthServer
+from flanneld.healthz import Health
 from flanneld.inbox import Inbox, KernelEvents, Wake
 from flanneld.loop import Owner
 from flanneld.options import Options
@@ -96,6 +96,8 @@ def serve(options: Options) -> int:
 
     server = None
     if options.healthz_port > 0:
+        from flanneld.healthserver import HealthServer  # noqa: PLC0415 - an HTTP server is loaded only where one is wanted
+
         server = HealthServer(str(options.healthz_ip), options.healthz_port, health, clock)
         server.start()
     manager.start(inbox.post)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from etcd3 import etcdrpc
-from etcd3.etcdrpc import kv_pb2
 
 from subnet.clock import Clock
 from subnet.errors import AccessDenied, Closed, Compacted, Conflict, Unavailable
@@ -25,6 +23,7 @@ from subnet.etcd.layout import range_end
 from subnet.etcd.link import Link
 from subnet.etcd.settings import EtcdSettings
 from subnet.etcd.store import Batch, KeyEvent, KeyValue, LeaseInfo, Put, Snapshot, Watched
+from subnet.etcd.stubs import etcdrpc, kv_pb2
 
 CALL_DEADLINE_S = 5.0
 NEED_LEADER = ("hasleader", "true")

@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import grpc
-from etcd3 import etcdrpc
 
 from subnet.clock import Clock
 from subnet.etcd.diagnose import diagnose
 from subnet.etcd.endpoint import Endpoint, TlsFiles
+from subnet.etcd.stubs import etcdrpc
 
 DIAGNOSE_EACH_S = 10.0
 OPTIONS: tuple[tuple[str, int], ...] = (

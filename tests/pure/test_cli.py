@@ -112,6 +112,30 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_daemon_in_etcd_mode_loads_what_it_needs() -> None:
+    heavy = {
+        "pyroute2",
+        "etcd3.client",
+        "http.server",
+        "kubernetes",
+        "iptc",
+        "pkg_resources",
+        "click",
+        "rich",
+        "msgspec",
+    }
+    code = "import sys, flanneld.daemon, subnet.etcd.manager, backends.vxlan"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(sorted({heavy!r} & set(sys.modules)))"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_start(capsys: pytest.CaptureFixture[str]) -> None:
     served: list[Options] = []
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.healthz import Health, HealthServer
+from flanneld.healthserver import HealthServer
+from flanneld.healthz import Health
 from flanneld.systemd import Notifier
 from subnet.clock import SystemClock
 from tests.support.clock import ManualClock
