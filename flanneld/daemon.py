@@ -22,6 +22,7 @@ from backends.api import CLOSE_WITHIN_S
 from backends.kernel.fdstore import passing_on, process_store
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
+from flanneld import memory
 from flanneld.extiface import Wish
 from flanneld.healthz import Health
 from flanneld.inbox import Inbox, KernelEvents, Wake
@@ -52,6 +53,7 @@ def serve(options: Options) -> int:
     with the descriptors that carry packets. Raises UsageError for files that
     waiting cannot cure.
     """
+    memory.begin()
     signals = _Signals()
     clock = SystemClock()
     inbox = Inbox()
@@ -86,6 +88,7 @@ def serve(options: Options) -> int:
                 health=health,
                 notifier=notifier,
                 clock=clock,
+                settled=memory.settle,
             )
             owner.run(stop)
             ended.append(owner.exit_code)
