@@ -51,7 +51,7 @@ from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
 
-TICK_S = 5.0
+TICK_S = 10.0
 """Longest sleep: subnet.env is looked at so often."""
 NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
@@ -74,8 +74,10 @@ class Owner:
         health: Health,
         notifier: Notifier,
         clock: Clock,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._plan, self._kernel = plan, kernel
+        """``settled`` is called once, after readiness was told for the first time."""
+        self._plan, self._kernel, self._settled = plan, kernel, settled
         self._manager = manager
         self._ruling = Ruling(plan, traffic_want, filter_want)
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
@@ -475,10 +477,12 @@ class Owner:
         if not self._health.ready:
             log.info("ready: %s", status)
         self._health.ready, self._health.reason = True, "; ".join(troubles)
-        self._was_ready = True
         self._reporter.forget("ready")
         self._notifier.ready(status)
         self._manager.ready()
+        if not self._was_ready:
+            self._was_ready = True
+            self._settled()
 
     def _not_ready(self, reason: str, known: bool = False) -> None:
         """Tell everybody why; what is ``known`` from the log is not logged again."""

@@ -527,7 +527,7 @@ def test_idle_loop_sleeps_long(tmp_path: Path) -> None:
     node = Node(tmp_path).started(_peer(2))
     node.script.sleeps.clear()
     node.play()
-    assert node.script.sleeps[-1] == pytest.approx(5.0)
+    assert node.script.sleeps[-1] == pytest.approx(10.0)
 
 
 def test_H05_routes_of_dead_leases_go_and_that_of_the_subnet_which_is_ours_now(tmp_path: Path) -> None:
