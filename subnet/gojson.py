@@ -37,6 +37,10 @@ def loads(text: str | bytes) -> Json:
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        pass  # decoded once more, to say where
+    try:
         return _decoder(text).decode(text)
     except json.JSONDecodeError as error:
         raise JsonError(_explain(error)) from error
@@ -57,7 +61,10 @@ def fold(name: str) -> str:
 
 def folded(members: Mapping[str, Json], known: Iterable[str]) -> dict[str, Json]:
     """Return the members with a known name, under that name, whatever the case they were written in."""
-    names = {fold(name): name for name in known}
+    spelt = frozenset(known)
+    if members.keys() <= spelt:
+        return dict(members)
+    names = {fold(name): name for name in spelt}
     return {names[key]: value for written, value in members.items() if (key := fold(written)) in names}
 
 
@@ -94,12 +101,26 @@ def _decoder(text: str) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=_last_wins, parse_constant=refuse, parse_float=number)
 
 
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise ValueError(literal)
+    return value
+
+
 def _last_wins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    members: dict[str, Json] = {}
+    members: dict[str, Json] = dict(pairs)
+    if len(members) == len(pairs):
+        return members
+    members = {}
     for name, value in pairs:
         members.pop(name, None)
         members[name] = value
     return members
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_last_wins, parse_constant=_finite, parse_float=_finite)
+"""For texts that are as they should be; making one takes longer than reading a lease."""
 
 
 def _explain(error: json.JSONDecodeError) -> str:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Network, IPv6Network
+from itertools import pairwise
 from typing import TypeAlias
 
 from subnet.iptext import as_subnets
@@ -61,6 +62,10 @@ class LeaseSet:
         self._revision = event.revision
         self._sorted = None
         return True
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Return the leases in any order."""
+        return iter(self._leases.values())
 
     def all(self) -> tuple[Lease, ...]:
         """Return the leases in the order of their subnets."""
@@ -147,7 +152,7 @@ _Range: TypeAlias = tuple[int, int]
 
 def _range(network: IPNetwork) -> _Range:
     first = int(network.network_address)
-    return first, first + network.num_addresses - 1
+    return first, first + (1 << network.max_prefixlen - network.prefixlen) - 1
 
 
 class Checks:
@@ -166,7 +171,8 @@ class Checks:
         underlay: Iterable[IPNetwork],
     ) -> None:
         self.family, self.pool = family, pool
-        self._own, self._own_public = own, own_public
+        self._own = own
+        self._own_public = frozenset(int(address) for address in own_public if address.version == family)
         self._underlay = [(network, _range(network)) for network in underlay if network.version == family]
         self._network_range = _range(pool.network)
         self._own_range = None if own is None else _range(own)
@@ -178,6 +184,11 @@ class Checks:
         if subnet is None:
             return ""
         return self._against_subnet(subnet) or self._against_public(lease.attrs.public(self.family))
+
+    def apart(self, leases: Sequence[Lease]) -> bool:
+        """Whether no two of these leases overlap, whatever else is wrong with them."""
+        ranges = sorted(_range(subnet) for lease in leases if (subnet := lease.subnets.of(self.family)) is not None)
+        return all(left[1] < right[0] for left, right in pairwise(ranges))
 
     def judge(self, leases: Sequence[Lease]) -> Iterator[tuple[int, IPNetwork | str]]:
         """Yield, per index of a lease with a subnet of this family, that subnet or the reason against it."""
@@ -215,9 +226,10 @@ class Checks:
         if address is None:
             return f"its node announces no public IPv{self.family} address"
         value = int(address)
-        if any(first <= value <= last for first, last in self._no_host):
-            return f"the public address {address} is not that of a host"
-        if address in self._own_public:
+        for first, last in self._no_host:
+            if first <= value <= last:
+                return f"the public address {address} is not that of a host"
+        if value in self._own_public:
             return f"the public address {address} is our own"
         if self._network_range[0] <= value <= self._network_range[1]:
             return f"the public address {address} is inside the pod network {self.pool.network}"

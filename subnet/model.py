@@ -27,14 +27,19 @@ class Subnets:
 
     v4: IPv4Network | None = None
     v6: IPv6Network | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Leases are looked up by it in thousands, and ipaddress hashes slowly.
+        parts = self.v4 and int(self.v4.network_address), self.v6 and int(self.v6.network_address)
+        object.__setattr__(self, "_hash", hash(parts))
 
     def of(self, family: Family) -> IPNetwork | None:
         """Return the network of one family, None if the lease has none."""
         return self.v4 if family == 4 else self.v6
 
     def __hash__(self) -> int:
-        # Leases are looked up by it in thousands, and ipaddress hashes slowly.
-        return hash((self.v4 and int(self.v4.network_address), self.v6 and int(self.v6.network_address)))
+        return self._hash
 
     def __str__(self) -> str:
         return " and ".join(str(n) for n in (self.v4, self.v6) if n is not None)

@@ -11,38 +11,49 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from subnet.leaseset import Checks, conclude
-from subnet.model import Family, IPNetwork, Lease, Subnets
+from subnet.model import FAMILIES, Family, IPNetwork, Lease, Subnets
+
+_LENGTH_BITS = 8
+"""Room for a prefix length in the number of a block."""
 
 
 class _Blocks:
-    """The leases of one family by the block they take, those fit for a peer by themselves."""
+    """The leases of one family by the block they take, those fit for a peer by themselves.
+
+    A block is one number: first address and prefix length.
+    """
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
         self._width = checks.pool.network.max_prefixlen
-        self._at: dict[tuple[int, int], dict[Subnets, Lease]] = {}
-        self._order: list[tuple[int, int]] = []
-        """Blocks in use: first address and prefix length."""
+        self._at: dict[int, tuple[Lease, ...] | Lease] = {}
+        """One lease, as a rule."""
+        self._order: list[int] = []
+        """Blocks in use."""
 
     def load(self, leases: Iterable[Lease]) -> None:
-        for lease in leases:
-            block = self._block(lease)
-            if block is not None:
-                self._at.setdefault(block, {})[lease.subnets] = lease
-        self._order = sorted(self._at)
+        """Take leases that are fit, and whose blocks differ, in place of what was there."""
+        found = {_block(subnet): lease for lease in leases if (subnet := lease.subnets.of(self._checks.family))}
+        self._at.update(found)
+        self._order = sorted(found)
 
     def put(self, lease: Lease) -> None:
         block = self._block(lease)
         if block is None:
             return
-        if block not in self._at:
-            self._at[block] = {}
+        held = self._leases(block)
+        if not held:
             insort(self._order, block)
-        self._at[block][lease.subnets] = lease
+        self._at[block] = (*held, lease) if held else lease
 
     def remove(self, lease: Lease) -> None:
         block = self._block(lease)
-        if block is not None and self._at.get(block, {}).pop(lease.subnets, None) is not None and not self._at[block]:
+        if block is None or block not in self._at:
+            return
+        rest = tuple(other for other in self._leases(block) if other.subnets != lease.subnets)
+        if rest:
+            self._at[block] = rest
+        else:
             del self._at[block]
             del self._order[bisect_left(self._order, block)]
 
@@ -52,27 +63,33 @@ class _Blocks:
         if block is None:
             return []
         first, length = self._outermost(block)
-        end = first + (1 << (self._width - length))
+        end = first + (1 << (self._width - length)) << _LENGTH_BITS
         found: list[Lease] = []
-        at = bisect_left(self._order, (first, 0))
-        while at < len(self._order) and self._order[at][0] < end:
-            found += self._at[self._order[at]].values()
+        at = bisect_left(self._order, first << _LENGTH_BITS)
+        while at < len(self._order) and self._order[at] < end:
+            found += self._leases(self._order[at])
             at += 1
         return found
 
-    def _block(self, lease: Lease) -> tuple[int, int] | None:
-        subnet = lease.subnets.of(self._checks.family)
-        if subnet is None or self._checks.alone(lease):
-            return None
-        return int(subnet.network_address), subnet.prefixlen
+    def _leases(self, block: int) -> tuple[Lease, ...]:
+        held = self._at.get(block, ())
+        return held if isinstance(held, tuple) else (held,)
 
-    def _outermost(self, block: tuple[int, int]) -> tuple[int, int]:
-        first, length = block
+    def _block(self, lease: Lease) -> int | None:
+        subnet = lease.subnets.of(self._checks.family)
+        return None if subnet is None or self._checks.alone(lease) else _block(subnet)
+
+    def _outermost(self, block: int) -> tuple[int, int]:
+        first, length = block >> _LENGTH_BITS, block & (1 << _LENGTH_BITS) - 1
         for shorter in range(self._checks.pool.network.prefixlen, length):
-            outer = first >> (self._width - shorter) << (self._width - shorter), shorter
-            if outer in self._at:
-                return outer
-        return block
+            outer = first >> (self._width - shorter) << (self._width - shorter)
+            if outer << _LENGTH_BITS | shorter in self._at:
+                return outer, shorter
+        return first, length
+
+
+def _block(subnet: IPNetwork) -> int:
+    return int(subnet.network_address) << _LENGTH_BITS | subnet.prefixlen
 
 
 class PeerSet:
@@ -80,9 +97,11 @@ class PeerSet:
 
     def __init__(self, checks: Sequence[Checks], own: Subnets | None) -> None:
         self._checks, self._own = checks, own
+        self._families = frozenset(c.family for c in checks)
         self._leases: dict[Subnets, Lease] = {}
         self._blocks: dict[Family, _Blocks] = {c.family: _Blocks(c) for c in checks}
-        self._verdicts: dict[Subnets, dict[Family, IPNetwork | str]] = {}
+        self._faults: dict[Subnets, dict[Family, str]] = {}
+        """What is wrong with leases, of those with which something is."""
         self.peers: dict[Subnets, Lease] = {}
         """The admitted leases, as ``take`` told them, by their lease's subnets."""
         self._touched: set[Subnets] = set()
@@ -94,15 +113,20 @@ class PeerSet:
         self._touched |= self._leases.keys()
         self._leases = {lease.subnets: lease for lease in leases if lease.subnets != self._own}
         self._touched |= self._leases.keys()
-        self._verdicts = {subnets: {} for subnets in self._leases}
+        self._faults = {}
         everyone = tuple(self._leases.values())
         for checks in self._checks:
             blocks = self._blocks[checks.family] = _Blocks(checks)
-            blocks.load(everyone)
+            fit = [lease for lease in everyone if not checks.alone(lease)]
+            if len(fit) == len(everyone) and checks.apart(fit):
+                blocks.load(fit)
+                continue
+            for lease in fit:
+                blocks.put(lease)
             self._judge(checks, everyone)
 
     def lease(self, subnets: Subnets) -> Lease | None:
-        """Return the lease of these subnets, whether a peer's or not; None if there is none but our own."""
+        """Return the lease of these subnets, None if it is not there."""
         return self._leases.get(subnets)
 
     def put(self, lease: Lease) -> None:
@@ -111,7 +135,6 @@ class PeerSet:
             return
         self.remove(lease.subnets)
         self._leases[lease.subnets] = lease
-        self._verdicts[lease.subnets] = {}
         self._touched.add(lease.subnets)
         for checks in self._checks:
             blocks = self._blocks[checks.family]
@@ -123,7 +146,7 @@ class PeerSet:
         lease = self._leases.pop(subnets, None)
         if lease is None:
             return
-        self._verdicts.pop(subnets, None)
+        self._faults.pop(subnets, None)
         self._touched.add(subnets)
         for checks in self._checks:
             blocks = self._blocks[checks.family]
@@ -135,12 +158,13 @@ class PeerSet:
         changes: dict[Subnets, Lease | None] = {}
         for subnets in self._touched:
             lease = self._leases.get(subnets)
-            peer, why = (None, "") if lease is None else conclude(lease, self._verdicts[subnets])
+            peer, why = (None, "") if lease is None else self._admitted(lease)
             if lease is not None and why:
                 self.refused[subnets] = lease, why
             else:
                 self.refused.pop(subnets, None)
-            if peer == self.peers.get(subnets):
+            known = self.peers.get(subnets)
+            if peer is known or peer == known:
                 continue
             changes[subnets] = peer
             if peer is None:
@@ -150,9 +174,27 @@ class PeerSet:
         self._touched.clear()
         return changes
 
+    def _admitted(self, lease: Lease) -> tuple[Lease | None, str]:
+        subnets, faults = lease.subnets, self._faults.get(lease.subnets, {})
+        verdicts: dict[Family, IPNetwork | str] = {}
+        for family in FAMILIES:
+            subnet = subnets.of(family)
+            if subnet is not None and family in self._families:
+                verdicts[family] = faults.get(family, subnet)
+            elif subnet is not None:
+                faults = faults or {family: ""}
+        return conclude(lease, verdicts) if faults else (lease, "")
+
     def _judge(self, checks: Checks, group: Sequence[Lease]) -> None:
         for index, verdict in checks.judge(group):
-            subnets = group[index].subnets
-            if self._verdicts[subnets].get(checks.family) != verdict:
-                self._verdicts[subnets][checks.family] = verdict
-                self._touched.add(subnets)
+            subnets, fault = group[index].subnets, verdict if isinstance(verdict, str) else ""
+            faults = self._faults.get(subnets, {})
+            if faults.get(checks.family, "") == fault:
+                continue
+            self._touched.add(subnets)
+            if fault:
+                self._faults[subnets] = {**faults, checks.family: fault}
+            else:
+                del faults[checks.family]
+                if not faults:
+                    del self._faults[subnets]

@@ -31,6 +31,8 @@ _HEX2 = "[0-9a-fA-F]{2}"
 _HEX4 = "[0-9a-fA-F]{4}"
 _MAC = re.compile(rf"{_HEX2}(:{_HEX2}){{5}}|{_HEX2}(-{_HEX2}){{5}}|{_HEX4}(\.{_HEX4}){{2}}")
 
+_PLAIN_MAC = re.compile("[0-9a-f]{2}(:[0-9a-f]{2}){5}")
+
 _Address = TypeVar("_Address", IPv4Address, IPv6Address)
 
 
@@ -114,6 +116,8 @@ def parse_mac(text: str) -> str:
 
     Takes ``02:00:00:00:00:14``, ``02-00-00-00-00-14`` and ``0200.0000.0014`` in any case.
     """
+    if _PLAIN_MAC.fullmatch(text) is not None:
+        return text
     if _MAC.fullmatch(text) is None:
         raise LeaseDataError(f"MAC address {show(text)}: is not six bytes in colon, hyphen or dotted form")
     return bytes.fromhex(re.sub("[:.-]", "", text)).hex(":")
@@ -121,8 +125,7 @@ def parse_mac(text: str) -> str:
 
 def is_unicast_mac(mac: str) -> bool:
     """Whether a MAC address in colon form can belong to one device: not a group address, not all zero."""
-    octets = bytes.fromhex(mac.replace(":", ""))
-    return octets[0] & 1 == 0 and any(octets)
+    return mac[1] in "02468ace" and mac != "00:00:00:00:00:00"
 
 
 def _key_part(network: IPv4Network | IPv6Network) -> str:

@@ -18,7 +18,7 @@ from subnet.etcd.records import occupied
 from subnet.etcd.settings import EtcdSettings
 from subnet.etcd.store import KeyEvent, KeyValue, Store
 from subnet.manager import LeaseRequest, OwnLease, Post
-from subnet.model import LEASE_TTL_S
+from subnet.model import LEASE_TTL_S, Lease
 from subnet.renewal import renewal_in_s, retry_in_s
 from subnet.report import Reporter
 
@@ -45,6 +45,8 @@ class Keeper:
     stop: threading.Event
     pick: Pick = random.choice
     uniform: Callable[[float, float], float] = random.uniform
+    known: Callable[[KeyValue], Lease | None] = lambda _: None
+    """Returns the lease that was read from this state of a key already."""
     _held: Held | None = field(default=None, init=False)
     _last: Held | None = field(default=None, init=False)
     """What was held last, also after it was lost."""
@@ -197,7 +199,7 @@ class Keeper:
         kvs = by_key(self.store.snapshot(self._layout.config, self._layout.subnets).leases)
         held = self._held.lease if self._held else None
         wish = replace(request, previous=self._last.lease.subnets) if self._last else request
-        leases = as_own(occupied(self._layout, kvs.values()), held, kvs, request.attrs)
+        leases = as_own(occupied(self._layout, kvs.values(), self.known), held, kvs, request.attrs)
         decision = plan(wish, leases, self.pick)
         match decision:
             case Reuse(lease=lease):

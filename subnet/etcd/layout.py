@@ -5,11 +5,13 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from subnet.model import Subnets
 from subnet.wire import subnet_key
 
 
+@lru_cache(maxsize=64)
 def join(*parts: str) -> str:
     """Join and clean as Go's path.Join: ``//`` and ``.`` vanish, a leading ``/`` is not added."""
     path = posixpath.normpath("/".join(p for p in parts if p))

@@ -58,6 +58,7 @@ class EtcdManager:
             wait=self._stop.wait,
             stop=self._stop,
         )
+        self._keeper.known = reader.lease
         for name, body in (("etcd-watch", reader.run), ("etcd-lease", self._keeper.run)):
             thread = threading.Thread(target=body, name=name, daemon=True)
             thread.start()

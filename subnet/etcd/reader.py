@@ -15,6 +15,7 @@ from subnet.etcd.layout import Layout
 from subnet.etcd.records import Records
 from subnet.etcd.store import Batch, KeyEvent, KeyValue, Store, Watched
 from subnet.manager import ConfigSeen, LeasesChanged, LeasesListed, Post, StoreState
+from subnet.model import Lease
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,10 @@ class Reader:
     def __post_init__(self) -> None:
         self._reporter = Reporter(log, self.clock, again_s=30.0)
         self._records = Records(self.layout, Reporter(log, self.clock, again_s=3600.0))
+
+    def lease(self, kv: KeyValue) -> Lease | None:
+        """Return the lease that was read from this very state of a key, None if it was not; from any thread."""
+        return self._records.lease(kv)
 
     def run(self) -> None:
         """Follow the store until it is closed."""

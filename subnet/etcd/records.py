@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from subnet.errors import LeaseDataError
 from subnet.etcd.layout import Layout
@@ -24,8 +24,10 @@ def read_lease(layout: Layout, kv: KeyValue) -> Lease:
     return Lease(subnets, attrs, kv.key, kv.lease_id, kv.mod_revision)
 
 
-def occupied(layout: Layout, kvs: Iterable[KeyValue]) -> tuple[Lease, ...]:
-    """Return all leases for allocation.
+def occupied(
+    layout: Layout, kvs: Iterable[KeyValue], known: Callable[[KeyValue], Lease | None] = lambda _: None
+) -> tuple[Lease, ...]:
+    """Return all leases for allocation. What ``known`` returns need not be decoded once more.
 
     A key with an unusable value still takes its subnet: it is listed with
     empty attributes. Keys that name no subnet are left out.
@@ -33,7 +35,7 @@ def occupied(layout: Layout, kvs: Iterable[KeyValue]) -> tuple[Lease, ...]:
     leases = []
     for kv in kvs:
         try:
-            leases.append(read_lease(layout, kv))
+            leases.append(known(kv) or read_lease(layout, kv))
         except LeaseDataError:
             subnets = _subnets(layout, kv.key)
             if subnets is not None:
@@ -75,6 +77,11 @@ class Records:
         for key in self._unusable - present:
             self._readable(key)
         return tuple(lease for _, lease in self._known.values())
+
+    def lease(self, kv: KeyValue) -> Lease | None:
+        """Return the lease that was read from this very state of a key, None if it was not; from any thread."""
+        known = self._known.get(kv.key)
+        return known[1] if known is not None and known[1].revision == kv.mod_revision else None
 
     def change(self, events: Iterable[KeyEvent]) -> tuple[Lease | Subnets, ...]:
         """Take over events and return what they change, in order."""
