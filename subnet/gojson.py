@@ -37,9 +37,12 @@ def loads(text: str | bytes) -> Json:
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     try:
-        return _DECODER.decode(text)
+        value, end = _DECODER.raw_decode(text)
+        if end == len(text):
+            return value
     except (ValueError, RecursionError):
-        pass  # decoded once more, to say where
+        pass
+    # White space around it, or a mistake whose place is to be told.
     try:
         return _decoder(text).decode(text)
     except json.JSONDecodeError as error:

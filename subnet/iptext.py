@@ -12,6 +12,15 @@ from subnet.model import IPAddress, IPNetwork, Subnets
 _PREFIX_LEN = re.compile("0*[0-9]{1,3}")
 
 
+def pack_ipv4(text: str) -> bytes:
+    """Return the four bytes of an IPv4 address. Raises ValueError with the reason."""
+    try:
+        # inet_pton(3) has the same rules, and leases come in thousands.
+        return socket.inet_pton(socket.AF_INET, text)
+    except OSError:
+        return parse_ip(text).packed
+
+
 def parse_ip(text: str) -> IPAddress:
     """Return the address. Raises ValueError with the reason, leading zeros and zones included."""
     try:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from sys import intern
 from typing import TypeVar
 
 from subnet.errors import LeaseDataError
 from subnet.gojson import JsonError, dumps, folded, loads, show, unknown
-from subnet.iptext import parse_ip
+from subnet.iptext import pack_ipv4, parse_ip
 from subnet.model import Json, LeaseAttrs, Subnets
 
 _NO_V4 = "0.0.0.0-0"
@@ -53,7 +54,7 @@ def parse_subnet_key(text: str) -> Subnets:
         raise LeaseDataError(f"lease key {show(text)}: is not of the form 10.5.1.0-24 or 10.5.1.0-24&fd05::-64")
     try:
         no_v4 = match["v6"] and f"{match['v4']}-{match['len4']}" == _NO_V4
-        v4 = None if no_v4 else IPv4Network((parse_ip(match["v4"]).packed, int(match["len4"])))
+        v4 = None if no_v4 else IPv4Network((pack_ipv4(match["v4"]), int(match["len4"])))
         v6 = IPv6Network((IPv6Address(match["v6"]).packed, int(match["len6"]))) if match["v6"] else None
     except ValueError as error:
         raise LeaseDataError(f"lease key {show(text)}: {error}") from error
@@ -97,10 +98,15 @@ def decode_attrs(value: bytes) -> LeaseAttrs:
     return LeaseAttrs(
         public_ip=None if public_ip == _UNSET_V4 else public_ip,
         public_ipv6=_address(record, "PublicIPv6", IPv6Address),
-        backend_type=backend_type or "",
-        backend_data=record.get("BackendData"),
-        backend_v6_data=record.get("BackendV6Data"),
+        backend_type=intern(backend_type) if backend_type else "",
+        backend_data=_frugal(record.get("BackendData")),
+        backend_v6_data=_frugal(record.get("BackendV6Data")),
     )
+
+
+def _frugal(data: Json) -> Json:
+    """Names of members are few, and values come in thousands: one name need not be kept with each."""
+    return {intern(name): value for name, value in data.items()} if isinstance(data, dict) else data
 
 
 def unknown_members(value: bytes) -> dict[str, Json]:

@@ -26,6 +26,8 @@ from subnet.etcd.store import Batch, KeyEvent, KeyValue, LeaseInfo, Put, Snapsho
 from subnet.etcd.stubs import etcdrpc, kv_pb2
 
 CALL_DEADLINE_S = 5.0
+PAGE_KEYS = 1000
+"""Of a list: what one call brings in time, and the memory that it takes meanwhile."""
 NEED_LEADER = ("hasleader", "true")
 """Ends a stream on a member that has lost its cluster (etcd rpctypes/metadatafields.go)."""
 
@@ -54,16 +56,21 @@ class EtcdClient:
     # -- reading and writing -------------------------------------------------
 
     def snapshot(self, config_key: str, leases_prefix: str) -> Snapshot:
-        """See Store."""
-        ranges = [_range(config_key), _range(leases_prefix, prefix=True)]
+        """See Store. Long lists come in pages, all as they were at the revision of the first."""
+        what = f"read {config_key} and {leases_prefix}"
+        page = _range(leases_prefix, prefix=True)
+        page.limit = PAGE_KEYS
+        ranges = [_range(config_key), page]
         request = etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=r) for r in ranges])
-        reply = self._call(f"read {config_key} and {leases_prefix}", lambda link: link.kv.Txn, request)
-        config, leases = (r.response_range.kvs for r in reply.responses)
-        return Snapshot(
-            config=_key_value(config[0]) if config else None,
-            leases=tuple(_key_value(kv) for kv in leases),
-            revision=int(reply.header.revision),
-        )
+        reply = self._call(what, lambda link: link.kv.Txn, request)
+        revision = page.revision = int(reply.header.revision)
+        config, found = (r.response_range for r in reply.responses)
+        leases = [_key_value(kv) for kv in found.kvs]
+        while found.more:
+            page.key = _raw(leases[-1].key) + b"\0"
+            found = self._call(what, lambda link: link.kv.Range, page)
+            leases += [_key_value(kv) for kv in found.kvs]
+        return Snapshot(_key_value(config.kvs[0]) if config.kvs else None, tuple(leases), revision)
 
     def get(self, key: str) -> KeyValue | None:
         """See Store."""

@@ -11,7 +11,6 @@ from subnet.model import Subnets
 from subnet.wire import subnet_key
 
 
-@lru_cache(maxsize=64)
 def join(*parts: str) -> str:
     """Join and clean as Go's path.Join: ``//`` and ``.`` vanish, a leading ``/`` is not added."""
     path = posixpath.normpath("/".join(p for p in parts if p))
@@ -27,6 +26,11 @@ def range_end(prefix: str) -> bytes:
         return b"\0"  # etcd: every key from the given one on
     raw[-1] += 1
     return bytes(raw)
+
+
+@lru_cache(maxsize=8)
+def _subnets(prefix: str) -> str:
+    return join(prefix, "subnets") + "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Layout:
 
         The slash at the end keeps out neighbours such as ``subnets2/``.
         """
-        return join(self.prefix, "subnets") + "/"
+        return _subnets(self.prefix)
 
     def key(self, subnets: Subnets) -> str:
         """Return the full key of a lease."""
@@ -54,7 +58,7 @@ class Layout:
 
     def name(self, key: str) -> str:
         """Return the part of a lease key that tells its subnets."""
-        return key.removeprefix(self.subnets)
+        return key.removeprefix(_subnets(self.prefix))
 
     @property
     def parent(self) -> str:

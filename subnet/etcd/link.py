@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import grpc
+from grpc import _common as common
 
 from subnet.clock import Clock
 from subnet.etcd.diagnose import diagnose
@@ -30,6 +31,23 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+PATIENCE_S = 60.0
+
+
+def _be_patient() -> None:
+    """Have threads that wait for an answer sleep until it comes.
+
+    gRPC lets them look ten times a second whether the program was interrupted,
+    which only the main thread can be. It has no option for that, and a version
+    that does it otherwise is left alone.
+    """
+    if hasattr(common, "MAXIMUM_WAIT_TIMEOUT"):
+        common.MAXIMUM_WAIT_TIMEOUT = PATIENCE_S
+
+
+_be_patient()
 
 
 class Link:

@@ -60,28 +60,31 @@ class Records:
 
     def __init__(self, layout: Layout, reporter: Reporter) -> None:
         self._layout, self._reporter = layout, reporter
-        self._known: dict[str, tuple[int, Lease]] = {}
+        self._known: dict[str, Lease] = {}
+        self._rewritten: dict[str, int] = {}
+        """When keys were created, of those written again since."""
         self._unusable: set[str] = set()
 
     def replace(self, kvs: Iterable[KeyValue]) -> tuple[Lease, ...]:
         """Take over a listing and return its leases, in key order."""
-        before, self._known = self._known, {}
+        before, created = self._known, self._rewritten
+        self._known, self._rewritten = {}, {}
         present = set()
         for kv in kvs:
             present.add(kv.key)
             lease = self._read(kv)
-            if lease is None and before.get(kv.key, (0, None))[0] == kv.create_revision:
-                lease = before[kv.key][1]
+            if lease is None and (known := before.get(kv.key)) is not None:
+                lease = known if created.get(kv.key, known.revision) == kv.create_revision else None
             if lease is not None:
-                self._known[kv.key] = (kv.create_revision, lease)
+                self._keep(kv, lease)
         for key in self._unusable - present:
             self._readable(key)
-        return tuple(lease for _, lease in self._known.values())
+        return tuple(self._known.values())
 
     def lease(self, kv: KeyValue) -> Lease | None:
         """Return the lease that was read from this very state of a key, None if it was not; from any thread."""
         known = self._known.get(kv.key)
-        return known[1] if known is not None and known[1].revision == kv.mod_revision else None
+        return known if known is not None and known.revision == kv.mod_revision else None
 
     def change(self, events: Iterable[KeyEvent]) -> tuple[Lease | Subnets, ...]:
         """Take over events and return what they change, in order."""
@@ -89,15 +92,23 @@ class Records:
         for event in events:
             if event.kv is None:
                 self._readable(event.key)
+                self._rewritten.pop(event.key, None)
                 known = self._known.pop(event.key, None)
                 if known is not None:
-                    changes.append(known[1].subnets)
+                    changes.append(known.subnets)
                 continue
             lease = self._read(event.kv)
             if lease is not None:
-                self._known[event.key] = (event.kv.create_revision, lease)
+                self._keep(event.kv, lease)
                 changes.append(lease)
         return tuple(changes)
+
+    def _keep(self, kv: KeyValue, lease: Lease) -> None:
+        self._known[kv.key] = lease
+        if kv.create_revision == lease.revision:
+            self._rewritten.pop(kv.key, None)
+        else:
+            self._rewritten[kv.key] = kv.create_revision
 
     def _read(self, kv: KeyValue) -> Lease | None:
         try:

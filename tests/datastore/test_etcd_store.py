@@ -3,11 +3,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from subnet.clock import SystemClock
 from subnet.errors import Closed, Compacted, Conflict
+from subnet.etcd import client
 from subnet.etcd.client import EtcdClient
 from subnet.etcd.settings import EtcdSettings
 from subnet.etcd.store import KeyEvent, Put, Store, Watched
@@ -48,6 +50,50 @@ def test_snapshot_has_config_and_leases_and_nothing_beside_them(store: Store) ->
     assert snapshot.config.value == b"x"
     assert [kv.key for kv in snapshot.leases] == [A, B]
     assert snapshot.revision == revision
+
+
+@pytest.fixture
+def paged(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdClient]:
+    monkeypatch.setattr(client, "PAGE_KEYS", 3)
+    found = EtcdClient(EtcdSettings((etcd.url,)), SystemClock())
+    for number in range(10):
+        found.txn({}, Put(f"{PREFIX}{number}", b"x"))
+    yield found
+    found.close()
+
+
+def _meanwhile(paged: EtcdClient, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Have something happen behind the first page."""
+    call = paged._call
+
+    def first(what: str, method: Any, request: Any) -> Any:
+        reply = call(what, method, request)
+        monkeypatch.setattr(paged, "_call", call)
+        happens()
+        return reply
+
+    monkeypatch.setattr(paged, "_call", first)
+
+
+def test_pages_of_a_list_are_of_one_revision(paged: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{PREFIX}{number}" for number in range(10)]
+    before = paged.snapshot(CONFIG, PREFIX)
+    assert [kv.key for kv in before.leases] == names
+    _meanwhile(paged, monkeypatch, lambda: paged.txn({}, Put(f"{PREFIX}95", b"x"), delete=(names[8],)))
+    assert paged.snapshot(CONFIG, PREFIX) == before
+    after = paged.snapshot(CONFIG, PREFIX)
+    assert [kv.key for kv in after.leases] == [*names[:8], names[9], f"{PREFIX}95"]
+    assert after.revision == before.revision + 1
+
+
+def test_compaction_between_pages_is_told(paged: EtcdClient, etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def happens() -> None:
+        paged.txn({}, Put(A, b"x"))
+        etcd.compact()
+
+    _meanwhile(paged, monkeypatch, happens)
+    with pytest.raises(Compacted):
+        paged.snapshot(CONFIG, PREFIX)
 
 
 def test_txn_writes_only_what_is_as_expected(store: Store) -> None:
