@@ -14,18 +14,29 @@ from contextlib import suppress
 THRESHOLDS = (20_000, 10, 10)
 """Objects that come to be before the youngest are looked through: by default 700, passed ten times in a list of
 a hundred leases."""
+M_ARENA_MAX = -8
+"""mallopt(3)."""
 
 
 def begin() -> None:
-    """After loading: modules, classes and functions are never garbage."""
+    """After loading: modules, classes and functions are never garbage. To be called before other threads run.
+
+    By default each thread would take its memory from a heap of its own, and
+    keep there what it freed.
+    """
     gc.set_threshold(*THRESHOLDS)
     gc.freeze()
+    _call("mallopt", M_ARENA_MAX, 1)
 
 
 def settle() -> None:
     """After the first convergence: neither are the leases and entries known by then. Free memory goes back."""
     gc.collect()
     gc.freeze()
-    # glibc keeps what the list of leases took; other C libraries have no such call.
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function that glibc has and other C libraries need not have."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), name)(*arguments)
