@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from backends.dataplane.model import DesiredState, Link, LinkSpec
+from backends.dataplane.model import DesiredState, KernelObject, Link, LinkSpec
 from backends.dataplane.ports import Kernel
 from subnet.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
 
@@ -63,6 +63,14 @@ class Setting:
     networks: frozenset[IPNetwork]
 
 
+@dataclass(frozen=True, slots=True)
+class PeerEntries:
+    """What one peer adds to the wanted state. ``problems``: a topic and the reason, as in DesiredState."""
+
+    targets: Collection[KernelObject]
+    problems: tuple[tuple[str, str], ...] = ()
+
+
 class Backend(Protocol):
     """A way to carry the overlay. No datastore and no kernel in sight."""
 
@@ -88,6 +96,15 @@ class Backend(Protocol):
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
         """Return the wanted kernel state. Leases that cannot be used appear in its ``problems``."""
+        ...
+
+
+@runtime_checkable
+class PeerwiseBackend(Backend, Protocol):
+    """A backend that can tell a peer's entries without the state around them, which thousands of peers share."""
+
+    def entries(self, peer: Lease, on_link: OnLink) -> PeerEntries:
+        """Return what ``desired`` wants for this peer, the own addresses aside."""
         ...
 
 

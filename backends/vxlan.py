@@ -7,12 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_interface
 
-from backends.api import OnLink, Setting
+from backends.api import OnLink, PeerEntries, Setting
 from backends.dataplane.model import (
     PROTO_FLANNEL,
     Address,
     DesiredState,
     FdbEntry,
+    KernelObject,
     Link,
     LinkSpec,
     Neighbour,
@@ -20,7 +21,7 @@ from backends.dataplane.model import (
     Vxlan,
 )
 from subnet.errors import ConfigError, LeaseDataError
-from subnet.model import Family, IPAddress, IPNetwork, Json, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import Family, IPAddress, Json, Lease, LeaseAttrs, NetworkConfig, Subnets
 from subnet.options import OptionReader
 from subnet.wire import is_unicast_mac, parse_mac
 
@@ -79,6 +80,7 @@ class VxlanBackend:
     def __init__(self, setting: Setting) -> None:
         self._config, self._interface, self._networks = setting.config, setting.interface, setting.networks
         self._options = VxlanOptions.of(setting.config)
+        self._devices = tuple((family, self._name(family)) for family in setting.config.families)
         for family in setting.config.families:
             if setting.interface.local(family) is None:
                 raise ConfigError(f"{setting.interface.name} has no IPv{family} address, which the config enables")
@@ -156,45 +158,51 @@ class VxlanBackend:
         """The smallest of the devices' MTUs, so that a container's packet fits every tunnel."""
         return min(self._device_mtu_bytes(family) for family in self._config.families)
 
-    def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
-        """Per peer and family: neighbour, FDB entry and on-link route, or a plain route if it is direct."""
-        addresses: set[Address] = set()
-        neighbours: set[Neighbour] = set()
-        fdb: set[FdbEntry] = set()
-        routes: set[Route] = set()
+    def entries(self, peer: Lease, on_link: OnLink) -> PeerEntries:
+        """Per family: neighbour, FDB entry and on-link route, or a plain route if it is direct."""
+        found: list[KernelObject] = []
         problems: list[tuple[str, str]] = []
-        for family in self._config.families:
-            device, subnet = self._name(family), own.of(family)
+        if peer.attrs.backend_type != TYPE:
+            return PeerEntries(found)
+        for family, device in self._devices:
+            subnet = peer.subnets.of(family)
+            if subnet is None:
+                continue
+            try:
+                remote, mac = _vtep(peer, family)
+            except LeaseDataError as error:
+                problems.append((f"{peer.key} IPv{family}", f"lease {peer.key} skipped for IPv{family}: {error}"))
+                continue
+            if self._options.direct_routing and on_link(remote):
+                found.append(Route(subnet, self._interface.name, remote, protocol=PROTO_FLANNEL))
+                continue
+            # The gateway is the peer's base address, whose neighbour entry names the VTEP.
+            base = subnet.network_address
+            found += (
+                Neighbour(device, base, mac),
+                FdbEntry(device, mac, remote),
+                Route(subnet, device, base, onlink=True),
+            )
+        return PeerEntries(found, tuple(problems))
+
+    def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
+        """The devices' own addresses, and every peer's entries."""
+        addresses: set[Address] = set()
+        for family, device in self._devices:
+            subnet = own.of(family)
             if subnet is not None:
                 addresses.add(Address(device, ip_interface((subnet.network_address, subnet.max_prefixlen))))
-        for lease in peers:
-            if lease.attrs.backend_type != TYPE:
-                continue
-            for family in self._config.families:
-                subnet = lease.subnets.of(family)
-                if subnet is None:
-                    continue
-                try:
-                    remote, mac = _vtep(lease, family)
-                except LeaseDataError as error:
-                    problems.append((f"{lease.key} IPv{family}", f"lease {lease.key} skipped for IPv{family}: {error}"))
-                    continue
-                if self._options.direct_routing and on_link(remote):
-                    routes.add(Route(subnet, self._interface.name, remote, protocol=PROTO_FLANNEL))
-                    continue
-                device = self._name(family)
-                fdb.add(FdbEntry(device, mac, remote))
-                neighbours.add(Neighbour(device, subnet.network_address, mac))
-                routes.add(_tunnel_route(device, subnet))
+        found = [self.entries(peer, on_link) for peer in peers]
+        targets = [target for one in found for target in one.targets]
         return DesiredState(
             frozenset(self._name(family) for family in self._config.families),
             self._interface.name,
             self._networks,
             frozenset(addresses),
-            frozenset(neighbours),
-            frozenset(fdb),
-            frozenset(routes),
-            tuple(problems),
+            frozenset(t for t in targets if isinstance(t, Neighbour)),
+            frozenset(t for t in targets if isinstance(t, FdbEntry)),
+            frozenset(t for t in targets if isinstance(t, Route)),
+            tuple(problem for one in found for problem in one.problems),
         )
 
 
@@ -209,16 +217,13 @@ def _refuse_overlap(setting: Setting, family: Family) -> None:
             )
 
 
-def _tunnel_route(device: str, subnet: IPNetwork) -> Route:
-    """The gateway is the peer's base address, whose neighbour entry names the VTEP."""
-    return Route(subnet, device, subnet.network_address, onlink=True)
-
-
 def vtep_mac(data: Json) -> str:
     """Return the VTEP MAC of a lease's backend data. Raises LeaseDataError when absent or malformed."""
     if not isinstance(data, dict):
         raise LeaseDataError(f"backend data is {data!r:.60}, not an object with VtepMAC")
-    text = next((value for name, value in data.items() if name.lower() == "vtepmac"), None)
+    text = data.get("VtepMAC")
+    if text is None:
+        text = next((value for name, value in data.items() if name.lower() == "vtepmac"), None)
     if not isinstance(text, str):
         raise LeaseDataError(f"VtepMAC is {text!r:.60}")
     mac = parse_mac(text)

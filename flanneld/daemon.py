@@ -74,7 +74,7 @@ def serve(options: Options) -> int:
     ended: list[int] = []
 
     def own() -> None:
-        kernel = NetlinkKernel()
+        kernel = NetlinkKernel(nexthop_objects=options.nexthop_objects)
         monitor = Monitor(lambda events: inbox.post(KernelEvents(tuple(events))), kernel.port_ids)
         monitor.start()
         try:

@@ -19,7 +19,7 @@ from subnet.model import Family, IPAddress, IPNetwork
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """Devices, addresses and main-table routes of the host; ``lookup`` asks the kernel for a route."""
+    """Devices, addresses and default routes of the host; ``lookup`` asks the kernel for a route."""
 
     links: Mapping[str, Link]
     addresses: Sequence[Address]

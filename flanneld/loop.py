@@ -383,8 +383,8 @@ class Owner:
         if self._told is not None:
             return backend.device_macs(self._told)
         mine = {interface.public_v4, interface.public_v6} - {None}
-        for lease in self._peering.leases.all():
-            if {lease.attrs.public_ip, lease.attrs.public_ipv6} & mine:
+        for lease in self._peering.leases:
+            if lease.attrs.public_ip in mine or lease.attrs.public_ipv6 in mine:
                 return backend.device_macs(lease.attrs)
         return {}
 

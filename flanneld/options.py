@@ -215,6 +215,14 @@ class Options:
         "take VXLAN and IP-in-IP packets from known hosts on the external interface only",
     )
 
+    nexthop_objects: Literal["auto", "always", "never"] = _flag(
+        "nexthop-objects",
+        "auto",
+        _TUNNELS,
+        "whether IPv4 routes into tunnels name nexthop objects: auto means from 1000 peers at the start on",
+        read=flagvalues.one_of("auto", "always", "never"),
+    )
+
     ip_masq: bool = _flag("ip-masq", False, _RULES, "masquerade traffic that leaves the cluster network")
     ip_masq_fully_random_disable: bool = _flag(
         "ip-masq-fully-random-disable", False, _RULES, "never masquerade with fully random source ports"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from ipaddress import ip_network
 
-from backends.api import Backend, ExternalInterface, Setting
+from backends.api import Backend, ExternalInterface, PeerwiseBackend, Setting
 from backends.dataplane.model import Route, blackhole
 from backends.dataplane.ports import Kernel
 from backends.dataplane.table import WantedTable
@@ -38,6 +38,8 @@ class Peering:
         """Changes of peers that the table has not got yet."""
         self._table: WantedTable | None = None
         self._table_of: tuple[Setting, Subnets, bool] | None = None
+        self._backend: Backend | None = None
+        self._peerwise: PeerwiseBackend | None = None
         self._interface: ExternalInterface | None = None
         self._on_link: dict[IPAddress, bool] = {}
         self._ways_changed = False
@@ -74,7 +76,9 @@ class Peering:
 
     def _load(self) -> None:
         self._parting.clear()
-        self._peers.load(self.leases.all())
+        if self._table is not None:
+            # Without a table the checks are not known yet.
+            self._peers.load(self.leases)
 
     def ways_changed(self) -> None:
         """The host's routes changed: whether a peer is reached directly is to be decided anew."""
@@ -103,6 +107,9 @@ class Peering:
 
     def _renew(self, backend: Backend, setting: Setting, own: Subnets) -> WantedTable:
         """Return the table as it is, or an empty one if another setting, own subnet or kind of list needs it."""
+        if backend is not self._backend:
+            self._backend = backend
+            self._peerwise = backend if isinstance(backend, PeerwiseBackend) else None
         about = setting, own, self.leases.complete
         if self._table is None or self._table_of != about:
             interface = self._interface = setting.interface
@@ -111,21 +118,26 @@ class Peering:
             underlay = interface.prefixes | {ip_network(address) for address in local}
             self._on_link.clear()
             self._peers = PeerSet(checks_for(setting.config, own, announced, underlay), own)
-            self._load()
             # Leases remembered from an earlier run only fill gaps: what the kernel holds may be newer.
             base = replace(backend.desired(own, (), lambda _: False), additive=not self.leases.complete)
             if self._blackhole_own:
                 base = replace(base, routes=base.routes | _blackholes(own, setting))
             self._table = WantedTable(base)
             self._table_of = about
+            self._load()
             self._pending.clear()
         return self._table
 
     def _set(self, table: WantedTable, backend: Backend, own: Subnets, subnets: Subnets, peer: Lease | None) -> None:
         if peer is None:
-            table.remove(str(subnets))
+            table.remove(subnets)
+            return
+        rank = peer.revision, peer.key
+        if self._peerwise is not None:
+            found = self._peerwise.entries(peer, self._is_on_link)
+            table.put_objects(subnets, rank, found.targets, found.problems)
         else:
-            table.put(str(subnets), (peer.revision, peer.key), backend.desired(own, (peer,), self._is_on_link))
+            table.put(subnets, rank, backend.desired(own, (peer,), self._is_on_link))
 
     def public_addresses(self) -> frozenset[IPAddress]:
         """Return the announced addresses of all peers."""

@@ -52,7 +52,7 @@ class Underlay:
         if known is not None and not self._doubted:
             return known
         kernel = self._kernel
-        view = HostView(kernel.links(), kernel.addresses(), sorted(kernel.routes(), key=str), kernel.lookup)
+        view = HostView(kernel.links(), kernel.addresses(), (), kernel.lookup)
         if known is not None and still_there(known, view):
             chosen = replace(
                 known,
@@ -62,7 +62,8 @@ class Underlay:
         elif known is not None and self._may_come_back(known, view):
             return known
         else:
-            chosen = choose(self._wish, config.families, view)
+            routes = sorted(kernel.default_routes(), key=str)
+            chosen = choose(self._wish, config.families, replace(view, routes=routes))
         self._away_since = None
         self._doubted = False
         if chosen != known:

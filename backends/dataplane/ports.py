@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from backends.dataplane.model import Address, Change, KernelObject, Link, LinkSpec, ObservedState, Route, Wireguard
+from backends.dataplane.model import Address, Change, KernelObject, Link, LinkSpec, Route, Wireguard, WireguardPeer
+from backends.dataplane.packed import Entries, Packer
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -17,6 +18,14 @@ class Failure:
 
     change: Change
     error: KernelError
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the kernel holds, packed. ``silent`` are the peers that are sent to and do not answer."""
+
+    entries: Entries
+    silent: frozenset[WireguardPeer] = frozenset()
 
 
 class Kernel(Protocol):
@@ -34,15 +43,19 @@ class Kernel(Protocol):
         """Return all addresses of all devices, in the kernel's order."""
         ...
 
-    def routes(self) -> frozenset[Route]:
-        """Return the main tables' routes of both families."""
+    def default_routes(self) -> frozenset[Route]:
+        """Return the main tables' default routes of both families."""
         ...
 
-    def observe(self, devices: Collection[str]) -> ObservedState:
+    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
         """Return all addresses, routes and tunnel policies, and the neighbours, FDB entries and peers of ``devices``.
 
         The endpoint of a live WireGuard peer that moved shows as it was last put.
         """
+        ...
+
+    def put(self, entries: Entries, packer: Packer) -> list[Failure]:
+        """Write many packed neighbours, FDB entries and routes, none of which is there, in their order."""
         ...
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:

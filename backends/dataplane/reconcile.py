@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 
 from backends.dataplane.diff import apply_changes, blocked_routes, diff
 from backends.dataplane.model import (
-    Address,
     Change,
     DesiredState,
-    FdbEntry,
-    IpsecPolicy,
     KernelObject,
-    Neighbour,
     ObservedState,
     Route,
     WireguardPeer,
 )
+from backends.dataplane.packed import FDB, NEIGHBOUR, ROUTE, Entries, Key, observed_state, packed_state
 from backends.dataplane.ports import Failure, Kernel, KernelEvent, ObjectSeen, Overflow
-from backends.dataplane.table import Key, WantedTable, key_of
+from backends.dataplane.record import Record
+from backends.dataplane.table import WantedTable
 from subnet.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -30,6 +28,9 @@ VERBOSE_CHANGES = 20
 
 PASSES = 3
 SILENCE = "does not answer: keys or PSK differ, or UDP does not get through"
+MANY = 64
+"""So many new entries are written without a look at each of them."""
+PUT_ORDER = (NEIGHBOUR, FDB, ROUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,44 +46,6 @@ class Outcome:
     refused: bool
 
 
-class _Record:
-    """What the kernel holds, by key. More than one object of a key is somebody's doing, and gets repaired."""
-
-    def __init__(self, observed: ObservedState) -> None:
-        self._held: dict[Key, tuple[KernelObject, ...]] = {}
-        self._store(_parts(observed))
-
-    def _store(self, targets: Iterable[KernelObject]) -> None:
-        for target in targets:
-            key = key_of(target)
-            self._held[key] = (*self._held.get(key, ()), target)
-
-    def holds(self, target: KernelObject, gone: bool) -> bool:
-        """Whether the record has what an event tells of. What is gone is known by its key alone:
-        the kernel strips an entry (its MAC, say) before it removes it."""
-        held = self._held.get(key_of(target), ())
-        return bool(held) if gone else target in held
-
-    def state(self, keys: Iterable[Key] | None = None) -> ObservedState:
-        """Return what is held, of ``keys`` only if they are given."""
-        listed = self._held.values() if keys is None else (self._held.get(key, ()) for key in keys)
-        targets = [target for held in listed for target in held]
-        return ObservedState(
-            frozenset(t for t in targets if isinstance(t, Address)),
-            frozenset(t for t in targets if isinstance(t, Neighbour)),
-            frozenset(t for t in targets if isinstance(t, FdbEntry)),
-            frozenset(t for t in targets if isinstance(t, Route)),
-            frozenset(t for t in targets if isinstance(t, WireguardPeer)),
-            frozenset(t for t in targets if isinstance(t, IpsecPolicy)),
-        )
-
-    def replace(self, keys: Iterable[Key], state: ObservedState) -> None:
-        """Set what is held of these keys."""
-        for key in keys:
-            self._held.pop(key, None)
-        self._store(_parts(state))
-
-
 class Reconciler:
     """Keeps the kernel at the wanted state.
 
@@ -93,7 +56,8 @@ class Reconciler:
 
     def __init__(self, kernel: Kernel, reporter: Reporter) -> None:
         self._kernel, self._reporter = kernel, reporter
-        self._record: _Record | None = None
+        self._record: Record | None = None
+        """None: it is in doubt."""
         self._indexes: dict[int, str] = {}
         self._table: WantedTable | None = None
         self._failed: dict[Key, str] = {}
@@ -124,10 +88,15 @@ class Reconciler:
         if self._record is None or self._table is None or not isinstance(event, ObjectSeen):
             return False
         target = replace(event.target, device=self._indexes.get(event.index, ""))
+        packer = self._table.packer
+        key = packer.key(target)
+        held = self._record.get(key)
+        # What is gone is known by its key alone: the kernel strips an entry (its MAC, say) before it removes it.
+        agrees = (held is None) if event.gone else held is not None and target in packer.targets(key, held)
         if isinstance(target, Route) and target.device not in self._table.base.devices:
             # Routes of other devices come and go in thousands; only those at the place of ours matter.
-            return key_of(target) in self._table.objects and self._record.holds(target, event.gone) == event.gone
-        return target.device != "" and self._record.holds(target, event.gone) == event.gone
+            return key in self._table.entries and not agrees
+        return target.device != "" and not agrees
 
     def converge(self, table: WantedTable) -> Outcome:
         """Bring the kernel to what the table wants. Raises KernelError only if it cannot be observed.
@@ -137,42 +106,67 @@ class Reconciler:
         if table is not self._table:
             self._table = table
             self.doubt()
-        keys = None
-        if self._record is None:
-            observed = self._kernel.observe(table.base.devices)
-            record = _Record(observed)
+        record, self._record = self._record, None  # an exception on the way leaves doubt
+        if record is None:
+            survey = self._kernel.survey(table.base.devices, table.packer)
+            record = Record(table, survey.entries)
             self._failed.clear()
-            self._hear(observed.silent)
+            self._hear(table, survey.silent)
+            keys = record.unlike
         else:
-            record, keys = self._record, table.dirty | self._failed.keys()
-        self._record = None  # an exception on the way leaves doubt
-        desired = table.desired(keys)
-        before = record.state(keys)
-        after, failures, changed = self._apply(before, desired)
-        blocked = blocked_routes(after, desired)
-        for key in self._failed.keys() if keys is None else keys:
+            keys = table.dirty | self._failed.keys()
+        for key in keys:
             self._failed.pop(key, None)
-        for failure in failures:
-            self._failed[key_of(failure.change.target)] = _explain(failure, record, desired)
-        for wanted, theirs in blocked.items():
-            self._failed[key_of(wanted)] = f"{wanted}: {theirs.destination} is a network of device {theirs.device}"
-        record.replace({key_of(t) for t in (*_parts(before), *_parts(after))} | set(keys or ()), after)
-        table.clean()
+        done, written = self._put_many(table, record, keys)
+        changed = written + self._change(table, record, keys - done)
         self._record = record
         problems = {
             **table.problems,
-            **{str(table.objects[k]): text for k, text in self._failed.items() if k in table.objects},
-            **{str(p): f"{p} {SILENCE}" for key, p in self._silent.items() if key in table.objects},
+            **{str(table.target(k)): text for k, text in self._failed.items() if k in table.entries},
+            **{str(p): f"{p} {SILENCE}" for key, p in self._silent.items() if key in table.entries},
         }
         self._report(problems)
         return Outcome(changed, problems, bool(self._failed))
+
+    def _put_many(self, table: WantedTable, record: Record, keys: set[Key]) -> tuple[set[Key], int]:
+        """Write what is new and in nobody's place, without looking at each.
+
+        Returns the keys that are done with, and the number of entries written.
+        """
+        wanted = table.entries
+        packed = [key for key in keys if isinstance(key, bytes) and isinstance(wanted.get(key), bytes)]
+        absent = sorted(key for key in packed if record.get(key) is None)
+        new: Entries = {key: wanted[key] for kind in PUT_ORDER for key in absent if key[:1] == kind}
+        if len(new) < MANY:
+            return set(), 0
+        failures = self._kernel.put(new, table.packer)
+        refused = {table.packer.key(failure.change.target): failure for failure in failures}
+        self._note_failures(table, record, refused.values())
+        written = new.keys() - refused.keys() if refused else new.keys()
+        record.wrote(written)
+        record.saw(refused.keys(), {})
+        log.info("%d kernel entries added", len(written))
+        return set(new), len(written)
+
+    def _change(self, table: WantedTable, record: Record, keys: set[Key]) -> int:
+        """Make everything right at these keys; return the number of changes."""
+        packer, desired = table.packer, table.desired(keys)
+        before = observed_state(packer, record.entries(keys))
+        after, failures, changed = self._apply(before, desired)
+        self._note_failures(table, record, failures)
+        for wanted, theirs in blocked_routes(after, desired).items():
+            text = f"{wanted}: {theirs.destination} is a network of device {theirs.device}"
+            self._failed[packer.key(wanted)] = text
+        held = packed_state(after, packer)
+        record.saw(keys | held.keys(), held)
+        return changed
 
     def _apply(self, held: ObservedState, desired: DesiredState) -> tuple[ObservedState, list[Failure], int]:
         failures: list[Failure] = []
         changed = 0
         for _ in range(PASSES):
-            failed = {key_of(f.change.target) for f in failures}
-            changes = [c for c in diff(held, desired) if key_of(c.target) not in failed]
+            failed = {_place(f.change.target) for f in failures}
+            changes = [c for c in diff(held, desired) if _place(c.target) not in failed]
             if not changes:
                 break
             new_failures = self._kernel.apply(changes)
@@ -184,11 +178,16 @@ class Reconciler:
             held = apply_changes(held, done)
         return held, failures, changed
 
-    def _hear(self, silent: Iterable[WireguardPeer]) -> None:
+    def _hear(self, table: WantedTable, silent: Iterable[WireguardPeer]) -> None:
         """Note which peers do not answer, and tell of those that do again."""
-        before, self._silent = self._silent, {key_of(peer): peer for peer in silent}
+        before, self._silent = self._silent, {table.packer.key(peer): peer for peer in silent}
         for key in before.keys() - self._silent.keys():
             self._reporter.solved(str(before[key]), f"{before[key]} answers")
+
+    def _note_failures(self, table: WantedTable, record: Record, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            text = _explain(failure, record, table.base.devices)
+            self._failed[table.packer.key(failure.change.target)] = text
 
     def _report(self, problems: Mapping[str, str]) -> None:
         for topic, text in problems.items():
@@ -196,8 +195,8 @@ class Reconciler:
         self._reporter.forget_except(set(problems))
 
 
-def _parts(state: ObservedState) -> list[KernelObject]:
-    return [*state.addresses, *state.neighbours, *state.fdb, *state.peers, *state.policies, *state.routes]
+def _place(target: KernelObject) -> tuple[type, tuple[object, ...]]:
+    return type(target), target.key
 
 
 def _log_changes(changes: list[Change]) -> None:
@@ -210,17 +209,18 @@ def _log_changes(changes: list[Change]) -> None:
         log.info("%d kernel entries added, %d removed", added, len(changes) - added)
 
 
-def _explain(failure: Failure, record: _Record, desired: DesiredState) -> str:
+def _explain(failure: Failure, record: Record, ours: frozenset[str]) -> str:
     """The kernel's refusal, with the local network that overlaps a refused route, if there is one."""
     target, text = failure.change.target, str(failure.error)
-    if isinstance(target, Route):
-        for other in sorted(record.state().routes, key=str):
-            same = other.destination.version == target.destination.version
-            if (
-                same
-                and other.device not in desired.devices
-                and other.destination.prefixlen > 0
-                and other.destination.overlaps(target.destination)
-            ):
-                return f"{text}; it overlaps {other.destination} of device {other.device}"
+    if not isinstance(target, Route):
+        return text
+    for other in sorted(record.foreign_routes(), key=str):
+        same = other.destination.version == target.destination.version
+        if (
+            same
+            and other.device not in ours
+            and other.destination.prefixlen > 0
+            and other.destination.overlaps(target.destination)
+        ):
+            return f"{text}; it overlaps {other.destination} of device {other.device}"
     return text

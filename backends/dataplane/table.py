@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Set
+from dataclasses import replace
 from typing import TypeAlias
 
 from backends.dataplane.model import (
@@ -16,14 +16,11 @@ from backends.dataplane.model import (
     Route,
     WireguardPeer,
 )
+from backends.dataplane.packed import Entries, Key, Packer, Value
 
-Key: TypeAlias = tuple[type, tuple[object, ...]]
-"""Kind of an object and what the kernel replaces by: two objects of one key cannot both be there."""
-
-
-def key_of(target: KernelObject) -> Key:
-    """Return the key of an object."""
-    return type(target), target.key
+Problems: TypeAlias = tuple[tuple[str, str], ...]
+Name: TypeAlias = Hashable
+"""Of a peer; what is told of it, too."""
 
 
 def objects_of(state: DesiredState) -> list[KernelObject]:
@@ -45,12 +42,8 @@ def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> Desir
     )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Claim:
-    """A peer's wish for its entries: the older peer (``rank``) wins what two of them want."""
-
-    rank: tuple[int, str]
-    name: str
+Peer: TypeAlias = tuple[int, str, tuple[Key, ...]]
+"""Revision and key of the lease, and the keys of what is wanted for it. Of two peers that want one, the older wins."""
 
 
 class WantedTable:
@@ -58,107 +51,177 @@ class WantedTable:
 
     A peer gets all its entries or none: one whose entry another, older peer
     holds under the same key (two nodes that announce one MAC, say) waits until
-    that one goes. ``dirty`` holds the keys touched since ``clean``.
+    that one goes.
     """
 
     def __init__(self, base: DesiredState) -> None:
         self.base = base
-        self._shared = frozenset(objects_of(base))
-        self.dirty: set[Key] = set()
-        self.objects: dict[Key, KernelObject] = {}
-        self._entries: dict[str, tuple[_Claim, tuple[KernelObject, ...], tuple[tuple[str, str], ...]]] = {}
-        self._claims: dict[Key, set[_Claim]] = {}
-        self._problems: dict[str, tuple[tuple[str, str], ...]] = {}
+        self.packer = Packer(base.devices)
+        self.entries: Entries = {}
+        """All that is wanted. One value per key."""
+        self._before: dict[Key, Value | None] = {}
+        """What was wanted at the last ``clean``, of the keys touched since; None: nothing."""
+        self._peers: dict[Name, Peer] = {}
+        self._waiting: dict[Name, Entries] = {}
+        """What the peers want that cannot have it now."""
+        self._claims: dict[Key, Name | frozenset[Name]] = {}
+        """Who wants a key: one, as a rule."""
+        self._problems: dict[Name, Problems] = {}
+        """Of each peer's own entries."""
+        self._losses: dict[Name, Problems] = {}
+        """Why peers wait."""
         for target in objects_of(base):
-            self._set(key_of(target), target)
+            self._set(*self.packer.learnt(target))
+        self._shared = dict(self.entries)
+
+    @property
+    def dirty(self) -> Set[Key]:
+        """Return the keys touched since ``clean``."""
+        return self._before.keys()
+
+    def before(self, key: Key) -> Value | None:
+        """Return what was wanted when the key was last clean, None for nothing."""
+        return self._before[key] if key in self._before else self.entries.get(key)
 
     def clean(self) -> None:
         """Forget what was touched: it has been dealt with."""
-        self.dirty.clear()
+        self._before = {}
 
-    def put(self, name: str, rank: tuple[int, str], state: DesiredState) -> None:
+    def settle(self, keys: Collection[Key]) -> None:
+        """Forget that these keys were touched."""
+        if len(keys) < len(self._before):
+            for key in keys:
+                self._before.pop(key, None)
+        else:
+            self._before = {key: value for key, value in self._before.items() if key not in keys}
+
+    def put(self, name: Name, rank: tuple[int, str], state: DesiredState) -> None:
         """Set the entries of peer ``name``: those of ``state`` that the base has not.
 
         ``rank`` orders peers by age: revision and key of the lease.
         """
-        entries = tuple(t for t in objects_of(state) if t not in self._shared and not isinstance(t, Address))
-        claim = _Claim(rank, name)
-        if self._entries.get(name) == (claim, entries, state.problems):
+        self.put_objects(name, rank, objects_of(state), state.problems)
+
+    def put_objects(
+        self, name: Name, rank: tuple[int, str], targets: Iterable[KernelObject], problems: Problems = ()
+    ) -> None:
+        """Do what ``put`` does, for who has no state at hand."""
+        wanted = self._packed(targets)
+        earlier = self._peers.get(name)
+        if earlier is None and self._claims.keys().isdisjoint(wanted):
+            # New, and nobody else wants any of this: the usual case.
+            self._peers[name] = *rank, tuple(wanted)
+            self._claims.update(dict.fromkeys(wanted, name))
+            for key in wanted:
+                self._before.setdefault(key, self.entries.get(key))
+            self.entries.update(wanted)
+            if problems:
+                self._problems[name] = problems
+            return
+        same = earlier is not None and earlier[:2] == rank and wanted == self._wish(name, earlier)
+        if same and self._problems.get(name, ()) == problems:
             return
         keys = self._detach(name)
-        self._entries[name] = claim, entries, state.problems
-        if state.problems:
-            self._problems[name] = state.problems
-        by_key = {key_of(target): target for target in entries}
-        alone = True
-        for key in by_key:
-            claims = self._claims.setdefault(key, set())
-            claims.add(claim)
-            alone = alone and len(claims) == 1
-        if alone and not any(key in self._claims for key in keys - by_key.keys()):
-            # Nobody else wants any of this: the usual case.
-            for key in keys | by_key.keys():
-                self._set(key, by_key.get(key))
-        else:
-            self._settle(keys | by_key.keys())
+        self._peers[name] = *rank, tuple(wanted)
+        if problems:
+            self._problems[name] = problems
+        gone = keys - wanted.keys()
+        if self._claim(name, wanted) or any(key in self._claims for key in gone):
+            self._waiting[name] = wanted
+            self._settle(keys | wanted.keys())
+            return
+        for key in gone:
+            self._unset(key)
+        for key, value in wanted.items():
+            self._set(key, value)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: Name) -> None:
         """Remove the entries of a peer; one that is not there is fine."""
         self._settle(self._detach(name))
-
-    def _detach(self, name: str) -> set[Key]:
-        """Withdraw a peer's wishes; return the keys that may be free now."""
-        self._problems.pop(name, None)
-        if name not in self._entries:
-            return set()
-        claim, entries, _ = self._entries.pop(name)
-        keys = {key_of(target) for target in entries}
-        for key in keys:
-            self._claims[key].discard(claim)
-            if not self._claims[key]:
-                del self._claims[key]
-        return keys
 
     @property
     def problems(self) -> dict[str, str]:
         """Return what cannot be wanted, with the reason."""
         found = dict(self.base.problems)
-        for listed in self._problems.values():
+        for listed in (*self._problems.values(), *self._losses.values()):
             found.update(listed)
         return found
 
     def desired(self, keys: Collection[Key] | None = None) -> DesiredState:
         """Return the wanted state, of ``keys`` only if they are given."""
-        if keys is None:
-            return restricted(self.base, self.objects.values())
-        return restricted(self.base, (self.objects[key] for key in keys if key in self.objects))
+        chosen = self.entries if keys is None else [key for key in keys if key in self.entries]
+        return restricted(self.base, (self.target(key) for key in chosen))
+
+    def target(self, key: Key) -> KernelObject:
+        """Return the wanted object of a key. Raises KeyError if there is none."""
+        return self.packer.targets(key, self.entries[key])[0]
+
+    def _packed(self, targets: Iterable[KernelObject]) -> Entries:
+        learnt, shared = self.packer.learnt, self._shared
+        wanted: Entries = dict(learnt(target) for target in targets if not isinstance(target, Address))
+        return {key: value for key, value in wanted.items() if shared.get(key) != value} if shared else wanted
+
+    def _wish(self, name: Name, peer: Peer) -> Entries:
+        return self._waiting[name] if name in self._waiting else {key: self.entries[key] for key in peer[2]}
+
+    def _claim(self, name: Name, keys: Iterable[Key]) -> bool:
+        """Note who wants the keys; return whether somebody else wants one of them."""
+        contested = False
+        for key in keys:
+            others = self._claims.get(key)
+            if others is None:
+                self._claims[key] = name
+                continue
+            contested = True
+            self._claims[key] = frozenset({others, name} if not isinstance(others, frozenset) else others | {name})
+        return contested
+
+    def _detach(self, name: Name) -> set[Key]:
+        """Withdraw a peer's wishes; return the keys that may be free now."""
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return set()
+        self._problems.pop(name, None)
+        self._losses.pop(name, None)
+        self._waiting.pop(name, None)
+        for key in peer[2]:
+            claims = self._claims.pop(key)
+            if isinstance(claims, frozenset):
+                rest = claims - {name}
+                self._claims[key] = next(iter(rest)) if len(rest) == 1 else rest
+        return set(peer[2])
+
+    def _claimants(self, key: Key) -> Collection[Name]:
+        claims = self._claims.get(key, frozenset())
+        return (claims,) if not isinstance(claims, frozenset) else claims
 
     def _settle(self, keys: set[Key]) -> None:
         """Decide anew for every peer whose fate hangs on one of these keys, the oldest first."""
-        concerned = self._component(keys)
-        holder: dict[Key, tuple[_Claim, KernelObject]] = {}
+        concerned = {name: self._wish(name, self._peers[name]) for name in self._component(keys)}
+        held: dict[Key, tuple[Name, Value]] = {}
         touched = set(keys)
-        for claim in sorted(concerned):
-            _, entries, problems = self._entries[claim.name]
-            by_key = {key_of(target): target for target in entries}
-            touched |= by_key.keys()
-            taken = [key for key in by_key if key in holder]
-            if taken:
-                rival, target = holder[taken[0]]
-                text = f"{claim.name} skipped: {_named(target)} is the one of {rival.name}, an older lease"
-                problems = (*problems, (claim.name, text))
+        for name in sorted(concerned, key=lambda name: (*self._peers[name][:2], str(name))):
+            wish = concerned[name]
+            touched |= wish.keys()
+            taken = next((key for key in self._peers[name][2] if key in held), None)
+            self._losses.pop(name, None)
+            self._waiting.pop(name, None)
+            if taken is not None:
+                rival = held[taken][0]
+                what = _named(self.packer.targets(taken, held[taken][1])[0])
+                self._losses[name] = ((str(name), f"{name} skipped: {what} is the one of {rival}, an older lease"),)
+                self._waiting[name] = dict(wish)
             else:
-                holder.update({key: (claim, target) for key, target in by_key.items()})
-            if problems:
-                self._problems[claim.name] = problems
-            else:
-                self._problems.pop(claim.name, None)
+                held.update({key: (name, value) for key, value in wish.items()})
         for key in touched:
-            self._set(key, holder[key][1] if key in holder else None)
+            if key in held:
+                self._set(key, held[key][1])
+            else:
+                self._unset(key)
 
-    def _component(self, keys: set[Key]) -> set[_Claim]:
+    def _component(self, keys: set[Key]) -> set[Name]:
         """Return the peers that want one of the keys, or a key of such a peer, and so on."""
-        concerned: set[_Claim] = set()
+        concerned: set[Name] = set()
         seen: set[Key] = set()
         ahead = list(keys)
         while ahead:
@@ -166,20 +229,23 @@ class WantedTable:
             if key in seen:
                 continue
             seen.add(key)
-            for claim in self._claims.get(key, ()):
-                if claim not in concerned:
-                    concerned.add(claim)
-                    ahead += [key_of(target) for target in self._entries[claim.name][1]]
+            for name in self._claimants(key):
+                if name not in concerned:
+                    concerned.add(name)
+                    ahead += self._peers[name][2]
         return concerned
 
-    def _set(self, key: Key, target: KernelObject | None) -> None:
-        if self.objects.get(key) == target:
-            return
-        if target is None:
-            del self.objects[key]
-        else:
-            self.objects[key] = target
-        self.dirty.add(key)
+    def _set(self, key: Key, value: Value) -> None:
+        held = self.entries.get(key)
+        if held != value:
+            self._before.setdefault(key, held)
+            self.entries[key] = value
+
+    def _unset(self, key: Key) -> None:
+        if key in self._shared:
+            self._set(key, self._shared[key])
+        elif (held := self.entries.pop(key, None)) is not None:
+            self._before.setdefault(key, held)
 
 
 def _named(target: KernelObject) -> str:

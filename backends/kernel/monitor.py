@@ -1,32 +1,50 @@
 """Listens to the kernel's notifications and hands them on.
 
-Changes made through our own bulk socket are skipped by its port id where the
-kernel tells it; the others are recognised by the reader's record.
+Changes made through our own sockets are not even delivered where the kernel
+tells whose they are; the others are recognised by the reader's record.
 """
 
 from __future__ import annotations
 
+import array
 import errno
 import logging
 import os
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from backends.dataplane.ports import KernelEvent, Overflow
-from backends.kernel import rtnl
+from backends.kernel import nexthops, rtnl
 
 log = logging.getLogger(__name__)
 
 RTMGRP_LINK, RTMGRP_NEIGH = 0x1, 0x4
 RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE = 0x10, 0x40
 RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE = 0x100, 0x400
-GROUPS = RTMGRP_LINK | RTMGRP_NEIGH | RTMGRP_IPV4_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_IFADDR | RTMGRP_IPV6_ROUTE
+RTMGRP_NEXTHOP = 1 << 31
+"""Bit of RTNLGRP_NEXTHOP, 32; a kernel that has no such group passes it over."""
+GROUPS = (
+    RTMGRP_LINK
+    | RTMGRP_NEIGH
+    | RTMGRP_IPV4_IFADDR
+    | RTMGRP_IPV4_ROUTE
+    | RTMGRP_IPV6_IFADDR
+    | RTMGRP_IPV6_ROUTE
+    | RTMGRP_NEXTHOP
+)
 SO_RCVBUFFORCE = 33
 BUFFER_BYTES = 8 << 20
 """Room for about ten thousand notifications of 832 bytes each."""
+
+SO_ATTACH_FILTER = 26
+BPF_LOAD_WORD, BPF_JUMP_IF_EQUAL, BPF_RETURN = 0x20, 0x15, 0x06
+"""linux/bpf_common.h: BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K, BPF_RET | BPF_K."""
+PORT_AT = 12
+"""Where a netlink header has the port id of whoever caused the message."""
 
 Deliver = Callable[[Sequence[KernelEvent]], None]
 
@@ -41,6 +59,10 @@ class Monitor:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
         except PermissionError:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        if own_ports:
+            # Where it cannot be had, messages are passed over here.
+            with suppress(OSError):
+                _keep_out(self._socket, own_ports)
         self._socket.bind((0, GROUPS))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.thread = threading.Thread(target=self._run, name="kernel-monitor", daemon=True)
@@ -78,11 +100,31 @@ class Monitor:
                 if cause.errno != errno.ENOBUFS:
                     raise
                 log.debug("kernel notifications were lost")
-                events.append(Overflow())
+                _add_once(events, Overflow())
                 continue
             for header in rtnl.messages(buffer):
                 if header.port and header.port in self._own_ports:
                     continue
+                if nexthops.was_ours(buffer, header):
+                    # The routes that named it are gone without a word.
+                    _add_once(events, Overflow())
+                    continue
                 event = rtnl.decode_event(buffer, header)
                 if event is not None:
                     events.append(event)
+
+
+def _keep_out(listener: socket.socket, ports: frozenset[int]) -> None:
+    """Have the kernel not deliver what these ports cause (socket(7), SO_ATTACH_FILTER). Raises OSError."""
+    code = [(BPF_LOAD_WORD, 0, 0, PORT_AT)]
+    for left, port in zip(range(len(ports), 0, -1), sorted(ports), strict=True):
+        # Behind the comparisons left stands the answer for all others. Words are loaded in network order.
+        code.append((BPF_JUMP_IF_EQUAL, left, 0, socket.htonl(port)))
+    code += [(BPF_RETURN, 0, 0, 0xFFFFFFFF), (BPF_RETURN, 0, 0, 0)]
+    program = array.array("B", b"".join(struct.pack("=HBBI", *step) for step in code))
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(code), program.buffer_info()[0]))
+
+
+def _add_once(events: list[KernelEvent], event: KernelEvent) -> None:
+    if not events or events[-1] != event:
+        events.append(event)

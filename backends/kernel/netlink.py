@@ -23,19 +23,19 @@ from typing import TypeAlias
 from backends.dataplane.model import (
     Address,
     Change,
-    FdbEntry,
     IpsecPolicy,
     Link,
     LinkSpec,
-    Neighbour,
     ObservedState,
     Route,
     Vxlan,
     Wireguard,
     WireguardPeer,
 )
-from backends.dataplane.ports import Failure
-from backends.kernel import ethtool, linkmsg, rtnl
+from backends.dataplane.packed import Entries, Packer, observed_state
+from backends.dataplane.ports import Failure, Survey
+from backends.kernel import ethtool, linkmsg, rtnl, survey
+from backends.kernel.bulk import Bulk, Mode
 from backends.kernel.sockets import BATCH, Encode, NetlinkSocket, Refusal, kernel_error
 from backends.kernel.wireguard import WireguardDevices
 from backends.kernel.wireguard_go import WireguardGo, installed
@@ -56,73 +56,79 @@ class NetlinkKernel:
     ``wall_clock`` returns Unix time, in which handshakes of WireGuard are dated.
     """
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._bulk = NetlinkSocket(socket.NETLINK_ROUTE)
+    def __init__(self, wall_clock: Callable[[], float] = time.time, *, nexthop_objects: Mode = "auto") -> None:
+        self._channel = NetlinkSocket(socket.NETLINK_ROUTE)
+        self._bulk = Bulk(self._channel, nexthop_objects)
         self._wireguard = WireguardDevices(wall_clock)
         self._wireguard_go = WireguardGo(wall_clock)
 
     def close(self) -> None:
         """Close the socket."""
-        self._bulk.close()
+        self._channel.close()
 
     @property
     def port_ids(self) -> frozenset[int]:
         """Return the netlink port ids whose changes are our own."""
-        return frozenset({self._bulk.port_id})
+        return frozenset({self._channel.port_id})
 
     def links(self) -> dict[str, Link]:
         """Return all devices by name."""
-        found = self._bulk.dump(linkmsg.dump_links(), "links")
+        found = self._channel.dump(linkmsg.dump_links(), "links")
         links = [linkmsg.decode_link(*one) for one in found if one[1].kind == rtnl.RTM_NEWLINK]
         return {link.name: self._with_settings(link) for link in links}
 
     def addresses(self) -> tuple[Address, ...]:
         """Return all addresses of all devices, in the kernel's order."""
         names = _names()
-        found = self._bulk.dump(linkmsg.dump_addresses(), "addresses")
+        found = self._channel.dump(linkmsg.dump_addresses(), "addresses")
         decoded = [linkmsg.decode_address(*one) for one in found if one[1].kind == rtnl.RTM_NEWADDR]
         return tuple(replace(one[1], device=names[one[0]]) for one in decoded if one is not None and one[0] in names)
 
-    def routes(self) -> frozenset[Route]:
-        """Return the main tables' routes of both families."""
-        names = _names()
-        found: set[Route] = set()
+    def default_routes(self) -> frozenset[Route]:
+        """Return the main tables' default routes of both families."""
+        names, found = _names(), set[Route]()
         for family in FAMILIES:
-            for buffer, header in self._bulk.dump(rtnl.dump_routes(family), f"IPv{family} routes"):
-                decoded = rtnl.decode_route(buffer, header) if header.kind == rtnl.RTM_NEWROUTE else None
-                if decoded is not None:
-                    index, route = decoded
-                    found.add(replace(route, device=names.get(index, "")))
+            buffers = self._channel.buffers(rtnl.dump_routes(family), f"IPv{family} routes")
+            found |= survey.default_routes(names, buffers)
         return frozenset(found)
 
     def observe(self, devices: Collection[str]) -> ObservedState:
+        """Return what ``survey`` does, as objects."""
+        packer = Packer(devices)
+        found = self.survey(devices, packer)
+        return replace(observed_state(packer, found.entries), silent=found.silent)
+
+    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
         """Return all addresses, routes and policies, and the neighbours, FDB entries and peers of ``devices``."""
-        neighbours: set[Neighbour] = set()
-        fdb: set[FdbEntry] = set()
-        peers: frozenset[WireguardPeer] = frozenset()
+        entries = packer.pack([*self.addresses(), *read_policies()])
         silent: frozenset[WireguardPeer] = frozenset()
         for device in devices:
             index = self._index(device)
             wireguard = self._wireguard_of(self._link_at(index, device))
             if wireguard is not None:
                 listed, unheard = wireguard.peers(index, device)
-                peers, silent = peers | listed, silent | unheard
+                entries |= packer.pack(listed)
+                silent |= unheard
                 continue
             requests = [rtnl.dump_neighbours(family, index) for family in FAMILIES] + [rtnl.dump_fdb(index)]
             for request in requests:
-                for buffer, header in self._bulk.dump(request, f"neighbours of {device}"):
-                    decoded = rtnl.decode_neighbour(buffer, header) if header.kind == rtnl.RTM_NEWNEIGH else None
-                    if decoded is None or decoded[0] != index or not decoded[2]:
-                        continue
-                    entry = replace(decoded[1], device=device)
-                    if isinstance(entry, FdbEntry):
-                        fdb.add(entry)
-                    else:
-                        neighbours.add(entry)
-        addresses = frozenset(self.addresses())
-        return ObservedState(
-            addresses, frozenset(neighbours), frozenset(fdb), self.routes(), peers, read_policies(), silent
-        )
+                buffers = self._channel.buffers(request, f"neighbours of {device}")
+                survey.add_neighbours(entries, packer, device, index, buffers)
+        names, used_by = _names(), dict[bytes, int]()
+        for family in FAMILIES:
+            buffers = self._channel.buffers(rtnl.dump_routes(family), f"IPv{family} routes")
+            survey.add_routes(entries, packer, names, buffers, used_by)
+        self._bulk.load(used_by)
+        return Survey(entries, silent)
+
+    def put(self, entries: Entries, packer: Packer) -> list[Failure]:
+        """Write many packed neighbours, FDB entries and routes, none of which is there, in their order."""
+        indexes = {name: index for index, name in _names().items()}
+        failures = []
+        for key, code, text in self._bulk.put(entries, packer, indexes):
+            change = Change("put", packer.targets(key, entries[key])[0])
+            failures.append(Failure(change, kernel_error("put", change.target, code, text)))
+        return failures
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         """Make the changes in order; a refused one does not stop the others."""
@@ -145,7 +151,7 @@ class NetlinkKernel:
             case IpsecPolicy():
                 return request_policies
             case _:
-                return self._send_bulk
+                return self._bulk.request
 
     def _send(self, changes: Sequence[Change], send: Send) -> list[Failure]:
         failures: list[Failure] = []
@@ -166,9 +172,6 @@ class NetlinkKernel:
                 failures.append(Failure(change, kernel_error(change.verb, change.target, code, text)))
         return failures
 
-    def _send_bulk(self, requests: Sequence[tuple[Change, int]]) -> list[Refusal]:
-        return self._bulk.request([partial(rtnl.encode, change, index) for change, index in requests])
-
     def _change_address(self, change: Change) -> list[Failure]:
         address = change.target
         if not isinstance(address, Address):
@@ -184,7 +187,7 @@ class NetlinkKernel:
 
     def lookup(self, target: IPAddress) -> Route:
         """Return the route a packet to ``target`` takes (RTM_GETROUTE), with its source address."""
-        found = self._bulk.first(linkmsg.get_route(target), target, "look up route to")
+        found = self._channel.first(linkmsg.get_route(target), target, "look up route to")
         if found is None:
             raise kernel_error("look up route to", target, errno.ENETUNREACH)
         way = linkmsg.decode_way(*found)
@@ -277,7 +280,7 @@ class NetlinkKernel:
         wireguard.configure(self._index(name), name, wanted)
 
     def _link_at(self, index: int, name: str) -> Link:
-        found = self._bulk.first(linkmsg.dump_links(index), f"device {name}")
+        found = self._channel.first(linkmsg.dump_links(index), f"device {name}")
         if found is None:
             raise kernel_error("find device", name, errno.ENODEV)
         return linkmsg.decode_link(*found)
@@ -290,7 +293,7 @@ class NetlinkKernel:
 
     def _ask(self, operation: str, target: object, encode: Encode) -> None:
         """Make one request. Raises KernelError."""
-        for _, code, text in self._bulk.request([encode]):
+        for _, code, text in self._channel.request([encode]):
             raise kernel_error(operation, target, code, text)
 
 

@@ -44,18 +44,20 @@ DUMP_FLAGS = NLM_F_REQUEST | NLM_F_DUMP
 
 NUD_PERMANENT = 0x80
 NTF_SELF = 0x02
-NDA_DST, NDA_LLADDR, NDA_IFINDEX = 1, 2, 8
+NDA_DST, NDA_LLADDR, NDA_CACHEINFO, NDA_PROBES, NDA_IFINDEX = 1, 2, 3, 4, 8
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE = 1, 4, 5, 6, 7, 9, 15
 RTA_ENCAP_TYPE, RTA_ENCAP = 21, 22
+RTA_CACHEINFO, RTA_NH_ID = 12, 30
 LWTUNNEL_ENCAP_IP6, LWTUNNEL_IP6_DST, LWTUNNEL_IP6_SRC = 4, 2, 3
 NLA_F_NESTED = 0x8000
 IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8
 IFLA_IFNAME = 3
 NLMSGERR_ATTR_MSG = 1
 RT_TABLE_MAIN = 254
-RT_SCOPE_NOWHERE = 255
+RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 SCOPES = {0: "global", 200: "site", 253: "link", 254: "host", RT_SCOPE_NOWHERE: "nowhere"}
 SCOPE_NUMBERS = {name: number for number, name in SCOPES.items()}
+RTN_UNICAST = 1
 RTNH_F_ONLINK = 0x04
 RTM_F_CLONED = 0x200
 ROUTE_TYPES = {1: "unicast", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
@@ -89,6 +91,16 @@ def message(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
 def with_sequence(request: bytes, sequence: int) -> bytes:
     """Return the same message under another sequence number."""
     return request[:8] + _U32.pack(sequence) + request[12:]
+
+
+def acknowledged(request: bytes) -> bytes:
+    """Return the same message, to be acknowledged."""
+    return request[:6] + _U16.pack(_U16.unpack_from(request, 6)[0] | NLM_F_ACK) + request[8:]
+
+
+def unacknowledged(request: bytes) -> bytes:
+    """Return the same message, of which only a refusal is told."""
+    return request[:6] + _U16.pack(_U16.unpack_from(request, 6)[0] & ~NLM_F_ACK) + request[8:]
 
 
 def _mac_bytes(mac: str) -> bytes:

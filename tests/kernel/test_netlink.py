@@ -243,7 +243,7 @@ def test_addresses_come_in_the_kernels_order_with_their_marks(host: Namespace, k
 
 def test_default_route_over_two_gateways_is_seen(host: Namespace, kernel: NetlinkKernel) -> None:
     host.ip("route add default nexthop via 192.0.2.253 dev eth0 nexthop via 192.0.2.254 dev eth0")
-    (route,) = [r for r in kernel.routes() if r.destination == ip_network("0.0.0.0/0")]
+    (route,) = kernel.default_routes()
     assert (route.device, route.type, route.gateway) == ("eth0", "multipath", ip_address("192.0.2.253"))
 
 
@@ -283,19 +283,19 @@ def test_routes_marked_as_ours_on_a_foreign_device(host: Namespace, kernel: Netl
 def test_L49_a_blackhole_route_beside_a_bridge(host: Namespace, kernel: NetlinkKernel, text: str, bridge: str) -> None:
     subnet = ip_network(text)
     assert kernel.apply([Change("put", blackhole(subnet))]) == []
-    assert blackhole(subnet) in kernel.routes()
+    assert blackhole(subnet) in kernel.observe([]).routes
     with pytest.raises(KernelError):
         kernel.lookup(subnet[9])
     host.ip("link add cni0 type bridge")
     host.ip("link set cni0 up")
     host.ip(f"addr add {bridge} dev cni0 nodad" if ":" in bridge else f"addr add {bridge} dev cni0")
     assert kernel.lookup(subnet[9]).device == "cni0"
-    assert blackhole(subnet) in kernel.routes()
+    assert blackhole(subnet) in kernel.observe([]).routes
     assert kernel.apply([Change("put", blackhole(subnet))]) == []
     host.ip("link del cni0")
-    assert [r for r in kernel.routes() if r.destination == subnet] == [blackhole(subnet)]
+    assert [r for r in kernel.observe([]).routes if r.destination == subnet] == [blackhole(subnet)]
     assert kernel.apply([Change("delete", blackhole(subnet))] * 2) == []
-    assert [r for r in kernel.routes() if r.destination == subnet] == []
+    assert [r for r in kernel.observe([]).routes if r.destination == subnet] == []
 
 
 def test_scope_of_a_route_without_gateway_is_corrected_in_place(host: Namespace, kernel: NetlinkKernel) -> None:

@@ -31,7 +31,7 @@ class Site:
         self.run = namespace.run
         self.kernel = NetlinkKernel()
         self.events: queue.SimpleQueue[KernelEvent] = queue.SimpleQueue()
-        self.monitor = Monitor(self._deliver, self.kernel.port_ids)
+        self.monitor = Monitor(self.deliver, self.kernel.port_ids)
         lower = self.kernel.links()["eth0"].index
         vxlan = Vxlan(1, 0, ip_address("192.0.2.1"), lower)
         self.kernel.create_link(LinkSpec(DEVICE, 4, vxlan, 1450, "02:00:00:00:00:01"))
@@ -41,7 +41,7 @@ class Site:
         self.reconciler.know_devices({links[DEVICE].index: DEVICE, lower: "eth0"})
         self.monitor.start()
 
-    def _deliver(self, events: object) -> None:
+    def deliver(self, events: object) -> None:
         for event in events:  # type: ignore[attr-defined]
             self.events.put(event)
 
@@ -142,6 +142,30 @@ def test_damage_is_noticed_and_repaired(site: Site, damage: Callable[[Site], obj
     site.reconciler.doubt()
     assert site.reconciler.converge(desired).changed == 0
     assert "10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink" in site.ip("route show")
+
+
+def test_lost_nexthop_objects_are_noticed_and_made_anew(namespace: Namespace, site: Site) -> None:
+    kernel = NetlinkKernel(nexthop_objects="always")
+    reconciler = Reconciler(kernel, Reporter(logging.getLogger("test"), SystemClock()))
+    links = kernel.links()
+    reconciler.know_devices({links[DEVICE].index: DEVICE, links["eth0"].index: "eth0"})
+    monitor = Monitor(site.deliver, kernel.port_ids)
+    monitor.start()
+    desired = _desired(2, 3)
+    try:
+        reconciler.converge(desired)
+        objects = namespace.ip_json("nexthop show")
+        if not objects:
+            pytest.skip("the kernel has no nexthop objects")
+        site.ip(f"nexthop del id {objects[0]['id']}")
+        while not reconciler.contradicted(site.events.get(timeout=WAIT_S)):
+            pass
+        reconciler.doubt()
+        assert reconciler.converge(desired).changed == 1
+        assert len(namespace.ip_json("nexthop show")) == 2
+    finally:
+        monitor.close()
+        kernel.close()
 
 
 def test_what_others_do_elsewhere_is_no_doubt(site: Site) -> None:

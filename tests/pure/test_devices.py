@@ -15,13 +15,13 @@ from backends.dataplane.model import (
     Ipip,
     Link,
     LinkSpec,
-    ObservedState,
     Route,
     Tunnel,
     Vxlan,
     Wireguard,
 )
-from backends.dataplane.ports import Failure
+from backends.dataplane.packed import Entries, Packer
+from backends.dataplane.ports import Failure, Survey
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -149,11 +149,14 @@ class FakeKernel:
     def addresses(self) -> tuple[Address, ...]:
         return ()
 
-    def routes(self) -> frozenset[Route]:
+    def default_routes(self) -> frozenset[Route]:
         return frozenset()
 
-    def observe(self, devices: Collection[str]) -> ObservedState:
-        return ObservedState()
+    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
+        return Survey({})
+
+    def put(self, entries: Entries, packer: Packer) -> list[Failure]:
+        return []
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         return []

@@ -56,6 +56,7 @@ OWN_DEFAULTS = {
     "offline-start": False,
     "tunnel-checksum-offload": True,
     "vtep-filter": False,
+    "nexthop-objects": "auto",
     "ip-masq-exclude": "",
     "chain-prefix": "FLANNEL",
     "table-prefix": "flannel",

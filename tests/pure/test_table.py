@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.dataplane.model import Address, DesiredState, FdbEntry, Neighbour, Route
-from backends.dataplane.table import WantedTable, key_of, objects_of
+from backends.dataplane.table import WantedTable, objects_of
 
 pytestmark = pytest.mark.pure
 
@@ -63,7 +63,7 @@ def test_only_what_a_change_touches_is_dirty() -> None:
     table.put("three", (9, "k3"), _peer(3, C))
     new = _peer(3, C)
     (old,) = _peer(3, B).fdb
-    assert table.dirty == {key_of(target) for target in objects_of(new)[1:-1]} | {key_of(old)}
+    assert table.dirty == {table.packer.key(target) for target in (*objects_of(new)[1:-1], old)}
     assert objects_of(table.desired(table.dirty)) == [*new.neighbours, *new.fdb]
 
 
@@ -123,7 +123,7 @@ def test_V21_a_course_of_changes_ends_where_building_anew_does(
     for n in sorted(held, reverse=True):
         rank, macs = held[n]
         anew.put(str(n), (rank, str(n)), _peer(n, *macs))
-    assert table.objects == anew.objects
+    assert table.desired() == anew.desired()
     assert table.problems == anew.problems
-    keys = [key_of(target) for target in objects_of(table.desired())]
+    keys = [table.packer.key(target) for target in objects_of(table.desired())]
     assert len(keys) == len(set(keys))

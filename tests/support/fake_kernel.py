@@ -10,7 +10,8 @@ from ipaddress import ip_interface, ip_network
 
 from backends.dataplane.diff import apply_changes
 from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan, Wireguard
-from backends.dataplane.ports import Failure
+from backends.dataplane.packed import Entries, Packer, packed_state
+from backends.dataplane.ports import Failure, Survey
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -65,12 +66,19 @@ class FakeKernel:
     def addresses(self) -> tuple[Address, ...]:
         return tuple(sorted(self.state.addresses, key=str))
 
-    def routes(self) -> frozenset[Route]:
-        return self.state.routes
+    def default_routes(self) -> frozenset[Route]:
+        return frozenset(route for route in self.state.routes if route.destination.prefixlen == 0)
 
     def observe(self, devices: Collection[str]) -> ObservedState:
         self.observations += 1
         return self.state
+
+    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
+        state = self.observe(devices)
+        return Survey(packed_state(state, packer), state.silent)
+
+    def put(self, entries: Entries, packer: Packer) -> list[Failure]:
+        return self.apply([Change("put", t) for key, value in entries.items() for t in packer.targets(key, value)])
 
     def apply(self, changes: Sequence[Change]) -> list[Failure]:
         refused = [c for c in changes if c.verb == "put" and str(c.target) in self.refuse]
