@@ -27,7 +27,7 @@ help:
 	@echo 'make test     run every test (root)'
 	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
-	@echo 'make bench    what the daemon costs, beside references, in about twenty-seven minutes (root)'
+	@echo 'make bench    what the daemon costs, beside references, in about forty minutes (root)'
 	@echo 'make venv     the virtual environment alone'
 	@echo 'make install  the daemon in $(PREFIX), its unit and its settings (root)'
 	@echo 'make lock     pin the newest versions that setup.cfg and requirements/*.in allow'
@@ -76,6 +76,7 @@ lint: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks --output benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.scale --output benchmarks/RESULTS-scale.md
 	$(BIN)/python -m benchmarks.kube --output benchmarks/RESULTS-kube.md
 	$(BIN)/python -m benchmarks.rules --output benchmarks/RESULTS-rules.md
 	$(BIN)/python -m benchmarks.udp --output benchmarks/RESULTS-udp.md

@@ -11,8 +11,8 @@ from flanneld.ctl.lab.netns import Namespace
 CONFIG: Mapping[str, Any] = {
     "Network": "10.0.0.0/8",
     "SubnetLen": 24,
-    "SubnetMin": "10.200.0.0",
-    "SubnetMax": "10.250.0.0",
+    "SubnetMin": "10.248.0.0",
+    "SubnetMax": "10.254.0.0",
     "Backend": {"Type": "vxlan"},
 }
 """Own subnets come from a part of the network where no peer is."""
@@ -35,7 +35,7 @@ class Peer:
 
 
 def peers(count: int) -> list[Peer]:
-    """Return that many different peers, at most 32 000."""
+    """Return that many different peers, at most 60 000."""
     return [
         Peer(
             f"10.{10 + n // 256}.{n % 256}.0",

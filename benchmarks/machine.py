@@ -26,7 +26,10 @@ def rss_mib(pid: int, field: str = "VmRSS") -> float:
     raise ProcessLookupError(f"process {pid} has no memory: it has ended")
 
 
-def cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process has used, to the clock tick (utime and stime, proc(5))."""
+def cpu_s(pid: int, *, children: bool = False) -> float:
+    """Return the processor seconds that a process has used, to the clock tick (utime and stime, proc(5)).
+
+    With ``children`` those that it has waited for are included.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11 : 15 if children else 13])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,1 @@
+"""What thousands of peers cost: starts, bursts, restarts, memory, idleness, comparisons."""
