@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -153,6 +154,13 @@ def comparison(lab: Lab, count: int) -> Figures:
     text = namespace.run(sys.executable, "-m", "benchmarks.scale.compare", str(count), timeout_s=60)
     namespace.delete()
     return {"comparison cpu s": float(text)}
+
+
+def yardstick() -> Figures:
+    """Return the seconds that an interpreter takes to load the two libraries that the goals were set beside."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import etcd3, pyroute2"], check=True)
+    return {"yardstick s": time.monotonic() - began}
 
 
 def _put(etcd: Etcd, peer: Peer) -> None:
