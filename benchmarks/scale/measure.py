@@ -56,9 +56,10 @@ class Bench:
             figures |= self._start(full, MANY)
             figures |= self._restart(full)
             figures |= self._idle({0: empty, MANY: full})
+            figures |= self._single(full, MANY)
         with self._host(FEW, command) as host:
             figures |= self._start(host, FEW)
-            figures |= self._single(host) | self._burst(host)
+            figures |= self._single(host, FEW) | self._burst(host)
         if largest:
             with self._host(MOST, command) as host:
                 figures |= self._start(host, MOST)
@@ -100,19 +101,19 @@ class Bench:
             figures |= {f"idle {count} s": used_s * 60 / self.idle_s, f"rss {count} MiB": rss_mib(_pid(host))}
         return figures
 
-    def _single(self, host: Host) -> Figures:
+    def _single(self, host: Host, count: int) -> Figures:
         """Return the median seconds of a put, and from its begin to the route beyond them."""
         rpcs, rests = [], []
         with closing(Watch(host.namespace)) as watch:
             for peer in itertools.islice(self._spare, SINGLE):
                 time.sleep(PAUSE_S)
                 began = time.monotonic()
-                _put(self.sizes[FEW], peer)
+                _put(self.sizes[count], peer)
                 put_s = time.monotonic() - began
                 until(lambda peer=peer: f"{peer.base}/24" in watch.written_at, 10, 0.001)  # type: ignore[misc]
                 rpcs.append(put_s)
                 rests.append(watch.written_at[f"{peer.base}/24"] - began - put_s)
-        return {"put s": statistics.median(rpcs), "put to route s": statistics.median(rests)}
+        return {f"put {count} s": statistics.median(rpcs), f"route {count} s": statistics.median(rests)}
 
     def _burst(self, host: Host) -> Figures:
         new = list(itertools.islice(self._spare, BURST))
