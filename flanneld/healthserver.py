@@ -69,6 +69,8 @@ class HealthServer:
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             daemon_threads = True
+            timeout = 0.0
+            """Of a connection that is gone again when it is to be taken."""
 
         return Server((self._address, self._port), _handler(self._health))
 
