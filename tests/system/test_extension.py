@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.lab import Lab
+from flanneld.ctl.lab.lab import FamilyChoice, network_config
 from flanneld.ctl.lab.tools import poll
 
 pytestmark = [
@@ -103,6 +104,33 @@ def test_words_without_a_shell_and_routes_of_the_commands_stay() -> None:
         assert set(peers_of(lab, 0)) == {subnet, "10.5.200.0/24"}
         lab.etcd.delete(f"{lab.etcd.prefix}/subnets/10.5.200.0-24")
         poll("its end", lambda: set(peers_of(lab, 0)) == {subnet}, timeout_s=10)
+
+
+# A family that is off is told as the network of everything, which must not become a route.
+HOST_GW_6 = {
+    "ExtensionShell": True,
+    "SubnetAddCommand": (
+        '[ "$SUBNET" = 0.0.0.0/0 ] || ip route replace "$SUBNET" via "$PUBLIC_IP";'
+        ' ip route replace "$IPV6SUBNET" via "$PUBLIC_IPV6"'
+    ),
+    "SubnetRemoveCommand": '[ "$SUBNET" = 0.0.0.0/0 ] || ip route del "$SUBNET"; ip route del "$IPV6SUBNET"',
+}
+
+
+@pytest.mark.parametrize("family", ["v6", "dual"])
+def test_commands_are_told_of_ipv6(family: FamilyChoice) -> None:
+    backend = {"Type": "extension", **HOST_GW_6}
+    with Lab(2, config=network_config(family=family) | {"Backend": backend}, family=family) as lab:
+        first, second = lab.hosts
+        for address in second.pod.addresses:
+            version = address.version
+            poll("an answer", lambda: first.pod.ping(second.pod, version, count=1)[0] == 1, timeout_s=10)  # noqa: B023
+        assert second.daemon.stop() == 0
+        for key in lab.etcd.leases():
+            if str(second.gateways()[-1].network).replace("/", "-") in key:
+                lab.etcd.delete(f"{lab.etcd.prefix}/subnets/{key}")
+        networks = {str(g.network) for g in second.gateways()}
+        poll("its end", lambda: not networks & {r["dst"] for f in (4, 6) for r in first.namespace.routes(f)}, 10)
 
 
 def test_peer_in_trouble_is_named_and_holds_nobody_up(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
-from flanneld.ctl.lab.lab import SWITCH_V4, SWITCH_V6, network_config
+from flanneld.ctl.lab.lab import SWITCH_V4, SWITCH_V6, FamilyChoice, network_config
 from flanneld.ctl.lab.netns import Namespace
 from tests.support.kube import KubeApi
 from tests.support.netns import listen_in
@@ -124,6 +124,26 @@ def _changes(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(("add ", "delete ")) and "inet marker" not in line]
 
 
+@pytest.mark.parametrize("family", ["v4", "v6", "dual"])
+def test_alloc_takes_a_subnet_of_each_family_and_touches_nothing(family: FamilyChoice) -> None:
+    with Lab(1, backend="alloc", family=family, start=False) as lab:
+        (host,) = lab.hosts
+
+        def kernel() -> tuple[list[str], list[list[dict[str, Any]]]]:
+            return sorted(host.namespace.links()), [host.namespace.routes(f) for f in (4, 6)]
+
+        before = kernel()
+        host.daemon.start()
+        host.daemon.wait_ready()
+        assert kernel() == before
+        v4, v6 = family != "v6", family != "v4"
+        assert list(lab.etcd.leases().values()) == [
+            {"PublicIP": "192.0.2.1" if v4 else "0.0.0.0", "PublicIPv6": "2001:db8:1::1" if v6 else None}
+        ]
+        env = host.subnet_env()
+        assert ("FLANNEL_SUBNET" in env, "FLANNEL_IPV6_SUBNET" in env, env["FLANNEL_MTU"]) == (v4, v6, "1500")
+
+
 def test_I06_one_mtu_fits_the_tunnels_of_both_families(dual: Lab) -> None:
     first, second = dual.hosts
     for host in dual.hosts:
@@ -156,14 +176,15 @@ def test_I07_both_subnets_are_kept_when_the_store_lost_everything() -> None:
 def test_I07_from_both_families_to_one_and_back_there_is_one_key_and_nothing_of_the_other() -> None:
     with Lab(1, family="dual", start=False) as lab:
         (host,) = lab.hosts
-        for family, tunnels in (
+        steps: list[tuple[FamilyChoice, set[str]]] = [
             ("dual", {"flannel.1", "flannel-v6.1"}),
             ("v4", {"flannel.1"}),
             ("dual", {"flannel.1", "flannel-v6.1"}),
             ("v6", {"flannel-v6.1"}),
             ("dual", {"flannel.1", "flannel-v6.1"}),
-        ):
-            lab.etcd.configure(network_config(family=family))  # type: ignore[arg-type]
+        ]
+        for family, tunnels in steps:
+            lab.etcd.configure(network_config(family=family))
             host.daemon.start()
             host.daemon.wait_ready()
             subnets = [str(g.network).replace("/", "-") for g in host.gateways()]
