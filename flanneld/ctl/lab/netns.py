@@ -224,5 +224,13 @@ def _forwarding_host() -> None:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    found: Iterable[dict[str, Any]] = json.loads(text or "[]")
+    found: Iterable[dict[str, Any]] = json.loads(text or "[]", object_pairs_hook=_first_of_each)
     return [x for x in found if x]
+
+
+def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """ip(8) repeats keys: the outer header that a route gives its packets has a ``dst``, too, after the route's own."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        found.setdefault(key, value)
+    return found
