@@ -33,11 +33,14 @@ DEVICE = "flannel.1"
 
 @pytest.fixture
 def host(namespace: Namespace) -> Iterator[Namespace]:
-    namespace.ip("link add eth0 type veth peer name far0")
-    namespace.ip("addr add 192.0.2.1/24 dev eth0")
-    namespace.ip("addr add 2001:db8:1::1/64 dev eth0 nodad")
-    namespace.ip("link set eth0 up")
-    namespace.ip("link set far0 up")
+    lines = [
+        "link add eth0 type veth peer name far0",
+        "addr add 192.0.2.1/24 dev eth0",
+        "addr add 2001:db8:1::1/64 dev eth0 nodad",
+        "link set eth0 up",
+        "link set far0 up",
+    ]
+    namespace.run("ip", "-batch", "-", text="\n".join(lines))
     with namespace.inside():
         yield namespace
 
