@@ -13,6 +13,7 @@ from tests.vm.machine import (
     BEGIN,
     BUSYBOX,
     END,
+    HERE,
     PROJECT,
     Console,
     GuestKernel,
@@ -24,6 +25,7 @@ from tests.vm.machine import (
     load_order,
     qemu_argv,
     run_machine,
+    script_of,
 )
 
 pytestmark = pytest.mark.pure
@@ -126,12 +128,28 @@ def test_kernel_is_found_and_booted(tmp_path: Path) -> None:
 def test_initramfs_holds_modules_scripts_and_the_arguments(tmp_path: Path) -> None:
     kernel = make_kernel(tmp_path)
     target = tmp_path / "initramfs.gz"
-    build_initramfs(kernel, ["-k", "a b"], target)
+    build_initramfs(kernel, [["-k", "a b"], ["c"]], target)
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     subprocess.run(["cpio", "--quiet", "-i"], input=gzip.decompress(target.read_bytes()), cwd=unpacked, check=True)
     assert sorted((unpacked / "modules" / "order").read_text().split()) == ["9p.ko", "9pnet_virtio.ko", "virtio_pci.ko"]
     assert (unpacked / "init").stat().st_mode & 0o111
     script = (unpacked / "guest.sh").read_text()
-    assert "-k 'a b'" in script
+    assert "run '1| ' -k 'a b' &\n" in script
+    assert "run '2| ' c &\n" in script
     assert f"cd '{PROJECT}'" in script
+
+
+@pytest.mark.parametrize(("ends", "status"), [((0, 0), 0), ((1, 0), 1), ((0, 1), 1)])
+def test_runs_side_by_side_end_together_with_the_status_of_the_one_that_failed(
+    ends: tuple[int, int], status: int, tmp_path: Path
+) -> None:
+    template = (HERE / "guest.sh").read_text()
+    body = template[template.index("# pytest with") : template.index("echo o >")]
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nfor last; do :; done\necho "said by $last"\nexit "$last"\n')
+    python.chmod(0o755)
+    values = {"python": str(python), "begin": BEGIN, "end": END, "runs": script_of([[str(end)] for end in ends])}
+    shown: list[str] = []
+    assert run_machine(["bash", "-c", fill(body, values)], 20, shown.append) == status
+    assert sorted(shown) == [f"{number}| said by {end}" for number, end in enumerate(ends, 1)]

@@ -76,7 +76,7 @@ class Segments:
         for host in self.lab.hosts:
             host.daemon.signal(signal.SIGTERM)
         for host in self.lab.hosts:
-            host.daemon.wait_exit(within_s)
+            assert host.daemon.wait_exit(within_s) == 0
             for pod in host.pods:
                 pod.namespace.delete()
             host.pods.clear()
@@ -168,12 +168,15 @@ class Segments:
 
     # -- packets ------------------------------------------------------------
 
-    def silent(self) -> list[str]:
-        """Return the pairs and families of which packets of full size, not to be divided, do not get through."""
+    def silent(self, *, echo: bool = True) -> list[str]:
+        """Return the pairs and families of which packets of full size, not to be divided, do not get through.
+
+        Without ``echo`` only UDP is tried, which needs no process.
+        """
         wrong = []
         for source, target in self.pairs():
             for family in self.families:
-                if source.pod.ping(target.pod, family, count=1)[0] != 1:
+                if echo and source.pod.ping(target.pod, family, count=1)[0] != 1:
                     wrong.append(f"{source} to {target} IPv{family}: no echo")
                 elif trouble := undelivered(source.pod, target.pod, family):
                     wrong.append(f"{source} to {target} IPv{family}: {trouble}")

@@ -13,8 +13,10 @@ from typing import NoReturn
 
 from tests.vm.machine import PROJECT, MachineError, build_initramfs, find_kernel, qemu_argv, run_machine
 
-DEADLINE_S = 2400.0
+DEADLINE_S = 3600.0
 SELECTION = "vm or stock"
+LONGEST = "tests/system/test_ipip.py"
+"""Takes about as long as everything else together."""
 
 
 def compile_sources() -> None:
@@ -31,6 +33,12 @@ def selected() -> list[str]:
     if done.returncode or not files:
         raise MachineError(f"no test was found for the guest:\n{done.stdout}{done.stderr}")
     return list(files)
+
+
+def side_by_side(files: list[str]) -> list[list[str]]:
+    """Return the arguments of two runs, one per processor of the guest: the longest file, and all others."""
+    shares = [file for file in files if file == LONGEST], [file for file in files if file != LONGEST]
+    return [["-m", SELECTION, *share] for share in shares if share]
 
 
 def end_with_the_machine() -> None:
@@ -52,8 +60,7 @@ def main(arguments: list[str]) -> int:
         compile_sources()
         with tempfile.TemporaryDirectory() as directory:
             initramfs = Path(directory) / "initramfs.gz"
-            chosen = arguments or ["-m", SELECTION, *selected()]
-            build_initramfs(kernel, chosen, initramfs)
+            build_initramfs(kernel, [arguments] if arguments else side_by_side(selected()), initramfs)
             print(f"Linux {kernel.version}, emulated:", flush=True)
             return run_machine(qemu_argv(kernel, initramfs), DEADLINE_S, lambda line: print(line, flush=True))
     except MachineError as error:

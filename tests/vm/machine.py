@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.pace import work_s
+
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 BUSYBOX = Path("/bin/busybox")
@@ -70,8 +72,11 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     return template
 
 
-def build_initramfs(kernel: GuestKernel, arguments: Sequence[str], target: Path) -> None:
-    """Write what the guest starts from: busybox, modules, and the scripts."""
+def build_initramfs(kernel: GuestKernel, runs: Sequence[Sequence[str]], target: Path) -> None:
+    """Write what the guest starts from: busybox, modules, and the scripts.
+
+    ``runs`` are the arguments of each pytest; they run side by side.
+    """
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "bin").mkdir()
@@ -93,9 +98,10 @@ def build_initramfs(kernel: GuestKernel, arguments: Sequence[str], target: Path)
             "kernel": str(kernel.directory),
             "project": str(PROJECT),
             "python": sys.executable,
+            "reference": f"{work_s():.6f}",
             "begin": BEGIN,
             "end": END,
-            "arguments": shlex.join(arguments),
+            "runs": script_of(runs),
         }
         (root / "guest.sh").write_text(fill((HERE / "guest.sh").read_text(), values))
         names = "".join(f"{path.relative_to(root)}\n" for path in sorted(root.rglob("*")))
@@ -103,6 +109,14 @@ def build_initramfs(kernel: GuestKernel, arguments: Sequence[str], target: Path)
             ["cpio", "--quiet", "-o", "-H", "newc"], input=names.encode(), cwd=root, stdout=subprocess.PIPE, check=True
         )
         target.write_bytes(gzip.compress(packed.stdout, 1))
+
+
+def script_of(runs: Sequence[Sequence[str]]) -> str:
+    """Return the lines of the guest's script that start the runs; lines of several are marked with their number."""
+    marks = [f"{number}| " for number in range(1, len(runs) + 1)] if len(runs) > 1 else [""]
+    return "\n".join(
+        f"run {shlex.join((mark, *arguments))} &\nruns+=($!)" for mark, arguments in zip(marks, runs, strict=True)
+    )
 
 
 def _output(argv: Sequence[str]) -> str:

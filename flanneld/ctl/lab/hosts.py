@@ -138,8 +138,8 @@ class Daemon:
         self.wait_exit()
 
     def restart(self, *flags: str, timeout_s: float = 30.0) -> None:
-        """Stop, start and wait until it is ready again."""
-        self.stop()
+        """Stop, start and wait until it is ready again; either may take ``timeout_s``."""
+        self.stop(timeout_s)
         self.start(*flags)
         self.wait_ready(timeout_s)
 
