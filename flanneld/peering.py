@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from ipaddress import ip_network
 
@@ -45,9 +45,15 @@ class Peering:
         self._ways_changed = False
 
     def listed(self, event: LeasesListed) -> None:
-        """Take over a full list."""
+        """Take over a full list. A peer that is not in it stays for a moment: see ``part``."""
         self.leases.listed(event)
-        self._load()
+        known, now = self._peers.leases(), self._clock.now()
+        for gone in known:
+            if gone.subnets not in self.leases and gone.subnets not in self._parting:
+                self._parting.begin(gone, now)
+        for lease in event.leases:
+            self._parting.came(lease)
+        self._load(lease for lease in known if lease.subnets in self._parting)
         self.moved = True
 
     def changed(self, event: LeasesChanged) -> None:
@@ -74,11 +80,10 @@ class Peering:
         """When ``part`` has something to do, by the clock."""
         return self._parting.next_at
 
-    def _load(self) -> None:
-        self._parting.clear()
+    def _load(self, parting: Iterable[Lease] = ()) -> None:
         if self._table is not None:
             # Without a table the checks are not known yet.
-            self._peers.load(self.leases)
+            self._peers.load((*self.leases, *parting))
 
     def ways_changed(self) -> None:
         """The host's routes changed: whether a peer is reached directly is to be decided anew."""
@@ -124,6 +129,7 @@ class Peering:
                 base = replace(base, routes=base.routes | _blackholes(own, setting))
             self._table = WantedTable(base)
             self._table_of = about
+            self._parting.clear()
             self._load()
             self._pending.clear()
         return self._table

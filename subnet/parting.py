@@ -23,6 +23,9 @@ class Parting:
         """In the order of their ends, since all have the same grace."""
         self._at: dict[IPAddress, Subnets] = {}
 
+    def __contains__(self, subnets: object) -> bool:
+        return subnets in self._until
+
     def begin(self, lease: Lease, now: float) -> None:
         """The lease has gone."""
         self._end(lease.subnets)
@@ -53,7 +56,7 @@ class Parting:
         return tuple(ended)
 
     def clear(self) -> None:
-        """Forget all: what is there has been told anew."""
+        """Forget all."""
         self._until.clear()
         self._at.clear()
 

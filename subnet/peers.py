@@ -129,6 +129,10 @@ class PeerSet:
         """Return the lease of these subnets, None if it is not there."""
         return self._leases.get(subnets)
 
+    def leases(self) -> tuple[Lease, ...]:
+        """Return all leases but our own, in any order."""
+        return tuple(self._leases.values())
+
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace the one of the same subnets."""
         if lease.subnets == self._own:

@@ -310,7 +310,7 @@ def test_E03_H01_a_list_with_the_own_lease_neither_removes_it_nor_routes_to_it(t
     node = Node(tmp_path).started(_peer(2))
     mine = Lease(OWN, node.manager.requests[-1].attrs, "/n/subnets/own", 7, 6)
     for revision in (8, 9):
-        node.play(LeasesListed((mine, _peer(2), _peer(revision)), revision))
+        node.play(LeasesListed((mine, _peer(2), _peer(revision)), revision), 1.0)
         assert node.routes == {"10.5.2.0/24", f"10.5.{revision}.0/24"}
     assert [str(a.interface) for a in node.kernel.addresses() if a.device == "flannel.1"] == ["10.5.1.0/32"]
 
@@ -629,10 +629,20 @@ def test_another_subnet_of_the_same_node_replaces_the_old_one_at_once(tmp_path: 
     assert {n.mac for n in node.kernel.state.neighbours} == {_mac(_peer(2))}
 
 
-def test_a_list_ends_every_grace(tmp_path: Path) -> None:
-    node = Node(tmp_path).started(_peer(2), _peer(3))
-    node.play(LeasesChanged((_peer(2).subnets,), 6), LeasesListed((_peer(3),), 7))
+def test_E15_a_peer_that_a_list_lacks_has_its_moment_too(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(_peer(2), _peer(3), _peer(4))
+    before = node.kernel.state
+    node.play(
+        LeasesChanged((_peer(2).subnets,), 6), 0.2, LeasesListed((), 7), LeasesChanged((_peer(3, revision=8),), 8)
+    )
+    assert node.kernel.state == before
+    node.play(0.3)
+    assert node.routes == {"10.5.3.0/24", "10.5.4.0/24"}
+    node.play(0.2)
     assert node.routes == {"10.5.3.0/24"}
+    moved = replace(_peer(9), attrs=_peer(3).attrs)
+    node.play(LeasesListed((moved,), 9))
+    assert node.routes == {"10.5.9.0/24"}
 
 
 def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_another_subnet_of_the_same_node_ends_the_grace(new: Lease) -> None:
     assert parting.over(99) == (lease(3).subnets,)
 
 
-def test_a_new_list_says_all_that_is_to_know() -> None:
+def test_nothing_is_left_of_what_was_cleared() -> None:
     parting = Parting(grace_s=0.5)
     parting.begin(lease(2), 10.0)
     parting.clear()
