@@ -51,8 +51,9 @@ class Peering:
         for gone in known:
             if gone.subnets not in self.leases and gone.subnets not in self._parting:
                 self._parting.begin(gone, now)
-        for lease in event.leases:
-            self._parting.came(lease)
+        if self._parting.next_at is not None:
+            for lease in event.leases:
+                self._parting.came(lease)
         self._load(lease for lease in known if lease.subnets in self._parting)
         self.moved = True
 
