@@ -30,7 +30,7 @@ _LOCK_RETRY_S = 0.1
 """Waiting for the lock is the waiting: pauses in between only give other work its turn."""
 _CLEANUP_TIMEOUT_S = 1.0
 _CHECK_S = 30.0
-_QUIET_AT_LAST = 2.0
+_QUIET_AT_LAST = 5.0
 """Changes that never pause are answered after this many quiet times."""
 
 

@@ -142,7 +142,7 @@ def test_bookmarks_save_a_list(kube: KubeApi, a: KubeNode) -> None:
     until(lambda: len(kube.asked("watch")) >= 2, what="watch with quick bookmarks")
     kube.forget()
     forgotten = kube._oldest
-    time.sleep(0.5)
+    until(lambda: kube.marked >= forgotten, what="a bookmark")
     kube.cut_watches()
     until(lambda: int(kube.asked("watch")[-1].query["resourceVersion"]) >= forgotten, what="watch from the bookmark")
     peer(kube, 2)

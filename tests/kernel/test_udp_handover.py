@@ -69,7 +69,7 @@ class Keeper:
     def store(self, monkeypatch: pytest.MonkeyPatch) -> FdStore:
         """What a process started now would have."""
         self.hear()
-        first = 200
+        first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 10
         for at, fd in enumerate(self._kept.values(), first):
             os.dup2(fd, at)
         monkeypatch.setattr(fdstore, "FIRST_FD", first)

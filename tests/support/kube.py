@@ -109,6 +109,8 @@ class KubeApi:
         self.tokens: set[str] | None = None
         """Bearer tokens that are taken; None: nobody is asked."""
         self.bookmark_s = 60.0
+        self.marked = 0
+        """The latest version that a bookmark told of."""
         self._faults: list[Fault] = []
         self._news = threading.Condition(threading.RLock())
         self._version = self._oldest = 1000
@@ -392,6 +394,7 @@ class KubeApi:
                 handler.event(
                     "BOOKMARK", {"kind": "Node", "apiVersion": "v1", "metadata": {"resourceVersion": str(version)}}
                 )
+                self.marked = version
 
 
 class _Server(ThreadingHTTPServer):

@@ -24,11 +24,15 @@ class Nexthop(nlmsg):  # type: ignore[misc]
     )
 
 
-class NexthopRoute(rtmsg):  # type: ignore[misc]
-    """A route with the attribute that names a nexthop object (linux/rtnetlink.h)."""
+class NexthopRoute(nlmsg):  # type: ignore[misc]
+    """An IPv4 route with the attribute that names a nexthop object (linux/rtnetlink.h).
+
+    Not a kind of pyroute2's ``rtmsg``: once that was used, its attributes are those of its heirs.
+    """
 
     prefix = "RTA_"
-    nla_map = ((1, "RTA_DST", "target"), (30, "RTA_NH_ID", "uint32"))
+    fields = rtmsg.fields
+    nla_map = ((1, "RTA_DST", "ip4addr"), (30, "RTA_NH_ID", "uint32"))
 
 
 def reference(  # noqa: PLR0917
