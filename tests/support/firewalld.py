@@ -11,7 +11,7 @@ from typing import Literal
 
 from tests.support.netns import Namespace
 
-UNPACKED = Path(os.environ.get("FIREWALLD", "/var/cache/flanneld-test-firewalld")) / "root"
+UNPACKED = Path(os.environ.get("FIREWALLD", "/var/cache/flanneld-test-firewalld")) / "tree"
 """Where scripts/install-debian unpacks it; a firewalld that is installed is not used: it would be another one."""
 
 PYTHON = "/usr/bin/python3"
