@@ -11,8 +11,9 @@ import pytest
 
 from subnet.manager import ConfigSeen, LeasesChanged, LeasesListed, OwnLease, StoreState
 from subnet.model import Lease, Subnets
+from tests.support.drawn import CONFIG
 from tests.support.etcd import PREFIX, Etcd, Proxy, free_port, until
-from tests.support.manager import CONFIG, Node, node, request
+from tests.support.manager import Node, node, request
 
 pytestmark = pytest.mark.datastore
 
@@ -115,9 +116,9 @@ def test_lease_is_written_as_go_nodes_do_and_kept_over_a_restart(etcd: Etcd, a: 
 
 def test_superseded_lease_objects_are_revoked(etcd: Etcd, a: Node) -> None:
     before = etcd.lease_ids()
-    etcd.put(SUBNETS + "10.5.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl_s=30)
+    etcd.put(SUBNETS + "10.5.109.0-24", '{"PublicIP":"192.0.2.1"}', ttl_s=30)
     lease = a.acquire(request())
-    assert shown(lease) == "10.5.9.0/24"
+    assert shown(lease) == "10.5.109.0/24"
     until(lambda: len(etcd.lease_ids() - before) == 1, what="one lease object")
     assert etcd.ttl(etcd.record(lease.key)["lease"])[0] == DAY_S
 
@@ -212,7 +213,7 @@ def test_E05_ten_at_once_get_ten_subnets(etcd: Etcd, turn: int) -> None:
 
 
 def test_E07_reservation_stays_a_reservation(etcd: Etcd, a: Node) -> None:
-    key = SUBNETS + "10.5.77.0-24"
+    key = SUBNETS + "10.5.177.0-24"
     etcd.put(key, '{"PublicIP":"192.0.2.1","Rack":"r1"}')
     lease = a.acquire(request())
     assert (lease.key, lease.lease_id) == (key, 0)
@@ -282,10 +283,10 @@ def test_two_live_nodes_with_one_public_ip_are_reported_and_do_not_fight(
 
 
 def test_E14_two_keys_of_one_host_become_one(etcd: Etcd, a: Node) -> None:
-    for n in (42, 43):
+    for n in (142, 143):
         etcd.put(SUBNETS + f"10.5.{n}.0-24", '{"PublicIP":"192.0.2.1"}', ttl_s=600)
-    lease = a.acquire(request(previous=Subnets(IPv4Network("10.5.43.0/24"))))
-    assert shown(lease) == "10.5.43.0/24"
+    lease = a.acquire(request(previous=Subnets(IPv4Network("10.5.143.0/24"))))
+    assert shown(lease) == "10.5.143.0/24"
     until(lambda: etcd.keys() == [lease.key], 5, "one key")
 
 

@@ -22,10 +22,10 @@ from subnet.manager import (
     SubnetManager,
 )
 from subnet.model import Lease, LeaseAttrs, Subnets
+from tests.support.drawn import CONFIG
 from tests.support.etcd import until
 
 T = TypeVar("T")
-CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
 
 
 def request(number: int = 1, config: object = CONFIG, previous: Subnets | None = None, mac: int = 0) -> LeaseRequest:

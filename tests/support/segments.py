@@ -17,6 +17,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host, Pod
 from flanneld.ctl.lab.lab import SWITCH_V4, SWITCH_V6, FamilyChoice, network_config
 from flanneld.ctl.lab.tools import run
+from tests.support.drawn import drawn
 from tests.support.expected import Facts
 
 VXLAN, DIRECT, HOST_GW = {"Type": "vxlan"}, {"Type": "vxlan", "DirectRouting": True}, {"Type": "host-gw"}
@@ -49,7 +50,7 @@ class Segments:
         self.backend, self.kind, self.family = backend, str(backend["Type"]), family
         self.families = {"v4": (4,), "v6": (6,), "dual": (4, 6)}[family]
         self.devices = {family: name for family, name in DEVICES[self.kind].items() if family in self.families}
-        self.lab.etcd.configure(network_config(family=family) | {"Backend": backend})
+        self.lab.etcd.configure(drawn(network_config(family=family)) | {"Backend": backend})
 
     def join(self) -> None:
         """Move h3 to the other segment and make the switch a router."""

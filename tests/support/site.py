@@ -24,9 +24,9 @@ from flanneld.ctl.lab.etcd import Etcd
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Daemon, Host
 from flanneld.ctl.lab.lab import SWITCH_V4
+from tests.support.drawn import CONFIG
 from tests.support.expected import Facts, device, held, wanted
 
-CONFIG: dict[str, Any] = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
 ETCD_PORT = "2379"
 
 

@@ -12,6 +12,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import FamilyChoice
 from tests.support import wireguard
+from tests.support.drawn import drawn
 from tests.support.wireguard import Peer
 
 WAIT_S = 120.0
@@ -24,7 +25,7 @@ PSK = base64.b64encode(b"a shared secret of 32 bytes, so.").decode()
 def config(families: FamilyChoice = "dual", **options: Any) -> dict[str, Any]:
     v4 = {"Network": "10.5.0.0/16"} if families != "v6" else {"EnableIPv4": False}
     v6 = {"EnableIPv6": True, "IPv6Network": "fd05::/48"} if families != "v4" else {}
-    return v4 | v6 | {"Backend": {"Type": "wireguard", "PSK": PSK, **options}}
+    return drawn(v4 | v6 | {"Backend": {"Type": "wireguard", "PSK": PSK, **options}})
 
 
 def laboratory(families: FamilyChoice = "dual", **options: Any) -> Lab:

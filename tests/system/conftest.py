@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.lab import Lab
-from tests.support.site import CONFIG, Network, Site
+from tests.support.drawn import CONFIG
+from tests.support.site import Network, Site
 
 FAILED = pytest.StashKey[bool]()
 

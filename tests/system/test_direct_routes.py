@@ -13,8 +13,9 @@ import pytest
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import SWITCH_V4
 from tests.support.damage import WITHIN_S
+from tests.support.drawn import CONFIG
 from tests.support.expected import Facts, direct_routes, held
-from tests.support.site import CONFIG, Network, differs, lacks, peer_value, settle, stays
+from tests.support.site import Network, differs, lacks, peer_value, settle, stays
 
 pytestmark = pytest.mark.system
 
@@ -113,9 +114,9 @@ def test_H05_what_went_while_the_daemon_was_down_leaves_nothing(
     make_network: Callable[..., Network], backend: str
 ) -> None:
     network = make_network(HOST_GW if backend == "host-gw" else CONFIG)
-    gone, moved, taken = 2, 3, 4
-    for number in (gone, moved, taken):
-        gateway_peer(network, number) if backend == "host-gw" else network.peer(number)
+    gone, moved, taken = 2, 3, 104  # A is to have the last one
+    for last, number in enumerate((gone, moved, taken), 200):
+        gateway_peer(network, number, f"192.0.2.{last}") if backend == "host-gw" else network.peer(number)
     a = network.host(ready=True)
     leases = [key for key in network.etcd.leases() if key != network.subnet(a).replace("/", "-")]
     settle(
@@ -127,11 +128,11 @@ def test_H05_what_went_while_the_daemon_was_down_leaves_nothing(
 
     foreign = [f"route {to} via {SWITCH_V4} dev eth0 proto static" for to in FOREIGN]
     a.namespace.ip(*(f"route add {to} via {SWITCH_V4} dev eth0 proto static" for to in FOREIGN))
-    a.namespace.ip("link add cni0 type bridge", "link set cni0 mtu 1450 up", "addr add 10.5.4.1/24 dev cni0")
+    a.namespace.ip("link add cni0 type bridge", "link set cni0 mtu 1450 up", "addr add 10.5.104.1/24 dev cni0")
     network.etcd.delete(network.key(a))
     for number in (gone, moved, taken):
         network.forget(f"10.5.{number}.0-24")
-    network.etcd.forge("10.5.4.0-24", {"PublicIP": a.address})
+    network.etcd.forge("10.5.104.0-24", {"PublicIP": a.address})
     if backend == "host-gw":
         gateway_peer(network, moved, "192.0.2.233")
         wanted = {through(moved, "192.0.2.233")}
@@ -144,7 +145,7 @@ def test_H05_what_went_while_the_daemon_was_down_leaves_nothing(
             "fdb 02:00:00:00:00:21 dst 198.51.100.33 dev flannel.1 self permanent",
         }
     network.start(a)
-    assert network.subnet(a) == "10.5.4.0/24"
+    assert network.subnet(a) == "10.5.104.0/24"
     settle("entries", lambda: of_peers(a, backend) ^ wanted, 10)
     assert direct_routes(a) >= set(foreign)
     network.lab.add_pod(a)

@@ -12,6 +12,7 @@ import pytest
 from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.lab import FamilyChoice, network_config
 from flanneld.ctl.lab.tools import poll
+from tests.support.drawn import drawn
 
 pytestmark = [
     pytest.mark.system,
@@ -45,7 +46,7 @@ HOST_GW = {
 
 
 def config(options: dict[str, Any]) -> dict[str, Any]:
-    return {"Network": "10.5.0.0/16", "Backend": {"Type": "extension", **options}}
+    return drawn({"Network": "10.5.0.0/16", "Backend": {"Type": "extension", **options}})
 
 
 @pytest.fixture

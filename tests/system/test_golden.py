@@ -11,8 +11,9 @@ from ipaddress import IPv4Address
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
+from tests.support.drawn import CONFIG
 from tests.support.expected import device, direct_routes, held, rules, wanted
-from tests.support.site import CONFIG, Network, Site, compare, differs, settle
+from tests.support.site import Network, Site, compare, differs, settle
 
 pytestmark = pytest.mark.system
 

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
+from tests.support.drawn import CONFIG
 from tests.support.expected import device, direct_routes, held
-from tests.support.site import CONFIG, Network, differs, lacks, lossless, mtu_differs, settle, stays
+from tests.support.site import Network, differs, lacks, lossless, mtu_differs, settle, stays
 
 pytestmark = pytest.mark.system
 

@@ -13,6 +13,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.state import missing, observe, peer_leases
 from flanneld.ctl.lab.tools import poll
+from tests.support.drawn import CONFIG
 
 pytestmark = [
     pytest.mark.system,
@@ -26,7 +27,7 @@ DEGRADED = "started from cached state of 20"
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with Lab(2, start=False) as built:
+    with Lab(2, config=CONFIG, start=False) as built:
         for host in built.hosts:
             host.daemon.flags += (
                 "--offline-start",

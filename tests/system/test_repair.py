@@ -11,8 +11,9 @@ import pytest
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import SWITCH_V4
 from flanneld.ctl.lab.tools import run
+from tests.support.drawn import CONFIG
 from tests.support.expected import device, held, rules
-from tests.support.site import CONFIG, Network, Site, flow, lossless, mtu_differs, settle, stays
+from tests.support.site import Network, Site, flow, lossless, mtu_differs, settle, stays
 
 pytestmark = pytest.mark.system
 
@@ -211,11 +212,11 @@ def test_S11_changed_address_is_followed_and_a_flap_is_not(make_network: Callabl
 def test_V10_local_bridge_with_an_overlapping_range(network: Network, mine: str) -> None:
     a = network.host()
     a.namespace.ip("link add docker0 type bridge", f"addr add {mine} dev docker0", "link set docker0 up")
-    network.etcd.forge("10.5.9.0-24", {"PublicIP": a.address})  # the subnet that A is to have
+    network.etcd.forge("10.5.109.0-24", {"PublicIP": a.address})  # the subnet that A is to have
     network.peer(2)
     network.peer(3)
     network.start(a)
-    assert network.subnet(a) == "10.5.9.0/24"
+    assert network.subnet(a) == "10.5.109.0/24"
     blocked = "10.5.2.0-24" if mine == "10.5.2.1/24" else ""
     settle("the other peers", lambda: peers_missing(network, a, blocked), 5)
     if blocked:

@@ -10,8 +10,9 @@ from ipaddress import IPv4Network
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
+from tests.support.drawn import CONFIG
 from tests.support.expected import device, direct_routes, rules
-from tests.support.site import CONFIG, Network, Site, differs, lossless, peer_value, settle
+from tests.support.site import Network, Site, differs, lossless, peer_value, settle
 
 pytestmark = pytest.mark.system
 
@@ -134,25 +135,25 @@ def tunnels(host: Host) -> list[str]:
 def test_E14_two_keys_of_one_host_become_one(network: Network) -> None:
     a, b = network.host(), network.host(ready=True)
     value = {"PublicIP": a.address}
-    network.etcd.forge("10.5.60.0-24", value)
-    network.etcd.forge("10.5.61.0-24", value)
-    a.daemon.subnet_file.write_text("FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.61.1/24\n")
+    network.etcd.forge("10.5.160.0-24", value)
+    network.etcd.forge("10.5.161.0-24", value)
+    a.daemon.subnet_file.write_text("FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.161.1/24\n")
     network.start(a)
-    assert network.subnet(a) == "10.5.61.0/24"
-    settle("one key", lambda: set(network.keys_of(a)) ^ {"10.5.61.0-24"}, 5)
+    assert network.subnet(a) == "10.5.161.0/24"
+    settle("one key", lambda: set(network.keys_of(a)) ^ {"10.5.161.0-24"}, 5)
     network.settled(hosts=[b])
 
 
 def test_E07_reservation_is_used_and_stays_one(network: Network) -> None:
     a = network.host()
-    key = f"{network.etcd.prefix}/subnets/10.5.77.0-24"
-    network.etcd.forge("10.5.77.0-24", {"PublicIP": a.address}, ttl_s=0)
+    key = f"{network.etcd.prefix}/subnets/10.5.177.0-24"
+    network.etcd.forge("10.5.177.0-24", {"PublicIP": a.address}, ttl_s=0)
     for _ in range(2):
         network.start(a)
-        assert network.subnet(a) == "10.5.77.0/24"
+        assert network.subnet(a) == "10.5.177.0/24"
         assert network.lease(a)["BackendData"] == {"VNI": 1, "VtepMAC": device(a)["mac"]}
         assert network.etcd.lease_id(key) == 0
-        assert network.keys_of(a) == ["10.5.77.0-24"]
+        assert network.keys_of(a) == ["10.5.177.0-24"]
         stop(a)
 
 

@@ -13,6 +13,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import network_config
 from flanneld.ctl.lab.tools import poll
+from tests.support.drawn import drawn
 
 pytestmark = [
     pytest.mark.system,
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 
 FLAGS = ("--ip-masq", "--ip-blackhole-route", "--vtep-filter", "--iptables-resync=1", "--resync-period=1")
-CONFIG = network_config(family="dual")
+CONFIG = drawn(network_config(family="dual"))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import pytest
 
 from flanneld.ctl.lab.hosts import Daemon, Host
 from flanneld.ctl.lab.lab import SWITCH_V4
+from tests.support.drawn import CONFIG
 from tests.support.expected import device, rules
-from tests.support.site import CONFIG, Network, Site, cpu_s, lacks, peer_value, readyz, settle, stays
+from tests.support.site import Network, Site, cpu_s, lacks, peer_value, readyz, settle, stays
 
 pytestmark = pytest.mark.system
 
@@ -137,7 +138,7 @@ def test_unusable_configs_are_refused_one_after_the_other_before_anything_is_mad
         # In between another reason, so that the one expected cannot be that of the step before.
         network.etcd.put(f"{network.etcd.prefix}/config", "")
         settle("no config", lacks(partial(status, host), "invalid JSON"), 10)
-        network.etcd.configure(CONFIG | change)
+        network.etcd.configure({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}} | change)
         settle(name, lacks(partial(status, host), "not ready: ", word), 5)
         assert "invalid JSON" not in status(host)
         assert untouched(network, host) == []

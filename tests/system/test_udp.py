@@ -16,6 +16,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
+from tests.support.drawn import drawn
 from tests.support.overlay import stream
 
 pytestmark = [
@@ -38,7 +39,7 @@ PYTHON_PUMP = (sys.executable, "-c", WITHOUT_NATIVE, str(ROOT))
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """Two hosts as they come, and a third with the pump in Python. The config names no backend."""
-    with Lab(2, config={"Network": "10.5.0.0/16"}, start=False) as built:
+    with Lab(2, config=drawn({"Network": "10.5.0.0/16"}), start=False) as built:
         built.add_host(command=PYTHON_PUMP)
         built.start()
         yield built

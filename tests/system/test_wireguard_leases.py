@@ -15,6 +15,7 @@ from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import FamilyChoice
 from flanneld.ctl.lab.tools import poll
 from tests.support import wireguard
+from tests.support.drawn import drawn
 from tests.support.wireguard import Peer
 from tests.support.wireguard_lab import (
     PSK,
@@ -158,7 +159,7 @@ def gone(host: Host, device: str) -> bool:
 
 
 def test_B12_what_another_backend_left_is_removed() -> None:
-    networks = {"Network": "10.5.0.0/16"}
+    networks = drawn({"Network": "10.5.0.0/16"})
     with Lab(1, config=config("v4"), start=False) as lab:
         (host,) = lab.hosts
         data = {"PublicKey": base64.b64encode(b"k" * 32).decode(), "Port": 51820}
