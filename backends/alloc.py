@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from ipaddress import IPv4Address, IPv6Address
 
 from backends.api import OnLink, Setting
 from backends.dataplane.model import DesiredState, Link, LinkSpec
@@ -26,10 +25,7 @@ class AllocBackend:
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
         """The announced addresses, without a backend type."""
-        interface, families = self._setting.interface, self._setting.config.families
-        v4: IPv4Address | None = interface.public_v4 if 4 in families else None
-        v6: IPv6Address | None = interface.public_v6 if 6 in families else None
-        return LeaseAttrs(v4, v6)
+        return self._setting.interface.attrs(self._setting.config.families)
 
     def mtu_bytes(self) -> int:
         """The external interface's MTU."""

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from backends.dataplane.model import DesiredState, KernelObject, Link, LinkSpec
 from backends.dataplane.ports import Kernel
-from subnet.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, NetworkConfig, Subnets
+from subnet.model import Family, IPAddress, IPNetwork, Json, Lease, LeaseAttrs, NetworkConfig, Subnets
 
 OnLink: TypeAlias = Callable[[IPAddress], bool]
 """Whether an address is reached through the external interface without a gateway."""
@@ -40,6 +40,19 @@ class ExternalInterface:
     def public(self, family: Family) -> IPAddress | None:
         """Return the announced address of one family."""
         return self.public_v4 if family == 4 else self.public_v6
+
+    def attrs(
+        self, families: Collection[Family], backend_type: str = "", data: Mapping[Family, Json] | None = None
+    ) -> LeaseAttrs:
+        """Return what a lease tells peers: the announced addresses of these families, and a backend's data of each."""
+        told = data or {}
+        return LeaseAttrs(
+            self.public_v4 if 4 in families else None,
+            self.public_v6 if 6 in families else None,
+            backend_type,
+            told.get(4),
+            told.get(6),
+        )
 
     def __str__(self) -> str:
         parts = [f"{self.name} (index {self.index}, MTU {self.mtu_bytes})"]

@@ -35,10 +35,7 @@ class HostGatewayBackend:
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
         """The addresses that peers route through."""
-        interface, families = self._setting.interface, self._setting.config.families
-        return LeaseAttrs(
-            interface.public_v4 if 4 in families else None, interface.public_v6 if 6 in families else None, TYPE
-        )
+        return self._setting.interface.attrs(self._setting.config.families, TYPE)
 
     def mtu_bytes(self) -> int:
         """The external interface's MTU."""

@@ -67,12 +67,7 @@ class IpipBackend:
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
         """The announced addresses."""
-        interface = self._setting.interface
-        return LeaseAttrs(
-            interface.public_v4 if 4 in self._families else None,
-            interface.public_v6 if 6 in self._families else None,
-            TYPE,
-        )
+        return self._setting.interface.attrs(self._families, TYPE)
 
     def mtu_bytes(self) -> int:
         """The smallest of the devices' MTUs."""

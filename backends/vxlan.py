@@ -146,13 +146,7 @@ class VxlanBackend:
             family: {"VNI": self._options.vni, "VtepMAC": links[self._name(family)].mac}
             for family in self._config.families
         }
-        return LeaseAttrs(
-            self._interface.public_v4 if 4 in data else None,
-            self._interface.public_v6 if 6 in data else None,
-            TYPE,
-            data.get(4),
-            data.get(6),
-        )
+        return self._interface.attrs(data.keys(), TYPE, data)
 
     def mtu_bytes(self) -> int:
         """The smallest of the devices' MTUs, so that a container's packet fits every tunnel."""

@@ -7,13 +7,13 @@ import binascii
 import logging
 import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 from subnet.errors import ConfigError
+from subnet.files import create_file
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def private_key(path: Path, random: Callable[[int], bytes] = secrets.token_bytes
         with suppress(FileNotFoundError):
             return _read(path)
         try:
-            _create(path, clamped(random(KEY_BYTES)))
+            create_file(path, clamped(random(KEY_BYTES)).encode(), FILE_MODE, DIRECTORY_MODE)
         except FileExistsError:
             pass  # another daemon was faster
         else:
@@ -106,20 +106,3 @@ def _read(path: Path) -> str:
         reason = "is not text" if isinstance(cause, UnicodeDecodeError) else cause
         # The cause may quote the content.
         raise ConfigError(f"WireGuard key file {path} {reason}; remove it to have a new key made") from None
-
-
-def _create(path: Path, key: str) -> None:
-    """Write a file that is there whole or not at all, and never in place of another."""
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        path.parent.chmod(DIRECTORY_MODE)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(key)
-            file.flush()
-            os.fchmod(file.fileno(), FILE_MODE)
-            os.fsync(file.fileno())
-        os.link(temporary, path)
-    finally:
-        os.unlink(temporary)

@@ -179,13 +179,7 @@ class WireguardBackend:
             if isinstance(tunnel, Wireguard):
                 data[family] = {"PublicKey": tunnel.public_key, "Port": tunnel.port}
         self._own_keys = frozenset(member["PublicKey"] for member in data.values())
-        return LeaseAttrs(
-            self._interface.public_v4 if 4 in data else None,
-            self._interface.public_v6 if 6 in data else None,
-            TYPE,
-            data.get(4),
-            data.get(6),
-        )
+        return self._interface.attrs(data.keys(), TYPE, data)
 
     def mtu_bytes(self) -> int:
         """What the underlay carries, less the overhead, the same for both families."""

@@ -41,10 +41,7 @@ class UdpBackend:
 
     def attrs(self, links: Mapping[str, Link]) -> LeaseAttrs:
         """The announced addresses alone: upstream's leases of this backend name no type either."""
-        interface = self._setting.interface
-        return LeaseAttrs(
-            interface.public_v4 if 4 in self._specs else None, interface.public_v6 if 6 in self._specs else None
-        )
+        return self._setting.interface.attrs(self._specs.keys())
 
     def mtu_bytes(self) -> int:
         """The smallest of the devices' MTUs."""

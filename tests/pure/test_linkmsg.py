@@ -12,6 +12,7 @@ from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from backends.dataplane.model import Address, Ip6Tunnel, Ipip, Link, LinkSpec, Vxlan
 from backends.kernel import linkmsg, rtnl
+from tests.support.netlink import reference
 
 pytestmark = pytest.mark.pure
 
@@ -26,19 +27,6 @@ VXLANS = st.builds(
     learning=st.booleans(),
     gbp=st.booleans(),
 )
-
-
-def _reference(cls: Any, kind: int, flags: int, sequence: int, fields: dict[str, Any], attrs: list[Any]) -> bytes:  # noqa: PLR0917
-    """The same message as pyroute2 encodes it."""
-    message = cls()
-    message["header"]["type"] = kind
-    message["header"]["flags"] = flags
-    message["header"]["sequence_number"] = sequence
-    for name, value in fields.items():
-        message[name] = value
-    message["attrs"] = attrs
-    message.encode()
-    return bytes(message.data)
 
 
 def _header(buffer: bytes) -> rtnl.Header:
@@ -57,21 +45,21 @@ def _nested(found: Any) -> dict[str, Any]:
 
 
 def test_questions_are_asked_as_pyroute2_does() -> None:
-    assert linkmsg.dump_links() == _reference(ifinfmsg, 18, 0x301, 0, {}, [])
-    assert linkmsg.dump_links(7) == _reference(ifinfmsg, 18, 0x1, 0, {"index": 7}, [])
-    assert linkmsg.dump_addresses() == _reference(ifaddrmsg, 22, 0x301, 0, {}, [])
+    assert linkmsg.dump_links() == reference(ifinfmsg, 18, 0x301, 0, {}, [])
+    assert linkmsg.dump_links(7) == reference(ifinfmsg, 18, 0x1, 0, {"index": 7}, [])
+    assert linkmsg.dump_addresses() == reference(ifaddrmsg, 22, 0x301, 0, {}, [])
 
 
 @given(V4 | V6)
 def test_way_is_asked_for_as_pyroute2_does(target: Any) -> None:
     fields = {"family": 2 if target.version == 4 else 10, "dst_len": target.max_prefixlen}
-    assert linkmsg.get_route(target) == _reference(rtmsg, 26, 0x1, 0, fields, [("RTA_DST", str(target))])
+    assert linkmsg.get_route(target) == reference(rtmsg, 26, 0x1, 0, fields, [("RTA_DST", str(target))])
 
 
 @given(V4 | V6, st.integers(0, 128), st.booleans(), st.sampled_from(["", "lo:flannel"]))
 def test_address_is_encoded_as_pyroute2_does(ip: Any, length: int, put: bool, label: str) -> None:
     length = min(length, ip.max_prefixlen)
-    expected = _reference(
+    expected = reference(
         ifaddrmsg,
         20 if put else 21,
         0x605 if put else 0x5,
@@ -95,7 +83,7 @@ def test_change_of_a_device_is_encoded_as_pyroute2_does(up: bool | None, mtu: in
     attrs = [("IFLA_MTU", mtu)] if mtu is not None else []
     attrs += [("IFLA_ADDRESS", mac)] if mac is not None else []  # type: ignore[list-item]
     fields = {"index": 7, "flags": 1 if up else 0, "change": 0 if up is None else 1}
-    expected = _reference(ifinfmsg, 16, 0x5, 2, fields, attrs)
+    expected = reference(ifinfmsg, 16, 0x5, 2, fields, attrs)
     assert linkmsg.link_change(7, 2, up=up, mtu_bytes=mtu, mac=mac) == expected
 
 
@@ -139,7 +127,7 @@ def _link(kind: str, data: list[Any], flags: int = 0) -> Link:
     details: list[Any] = [("IFLA_INFO_DATA", {"attrs": data})] if kind != "dummy" else []
     info = {"attrs": [("IFLA_INFO_KIND", kind), *details]}
     attrs = [("IFLA_IFNAME", "x0"), ("IFLA_LINKINFO", info)]
-    buffer = _reference(ifinfmsg, 16, 0, 0, {"index": 9, "flags": flags}, attrs)
+    buffer = reference(ifinfmsg, 16, 0, 0, {"index": 9, "flags": flags}, attrs)
     return linkmsg.decode_link(buffer, _header(buffer))
 
 
@@ -184,7 +172,7 @@ def test_flags_of_a_device(flags: int, expected: tuple[bool, bool, bool]) -> Non
 def test_flags_of_an_address(flags: int, expected: tuple[bool, ...]) -> None:
     attrs = [("IFA_LOCAL", "192.0.2.1"), ("IFA_FLAGS", flags), ("IFA_LABEL", "lo:flannel")]
     fields = {"family": 2, "prefixlen": 24, "scope": 253, "index": 3}
-    buffer = _reference(ifaddrmsg, 20, 0, 0, fields, attrs)
+    buffer = reference(ifaddrmsg, 20, 0, 0, fields, attrs)
     decoded = linkmsg.decode_address(buffer, _header(buffer))
     assert decoded is not None
     index, address = decoded

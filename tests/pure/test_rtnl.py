@@ -14,6 +14,7 @@ from pyroute2.netlink.rtnl.rtmsg import rtmsg
 from backends.dataplane.model import Change, Encap, FdbEntry, Neighbour, Route
 from backends.dataplane.ports import LinkSeen, ObjectSeen
 from backends.kernel import rtnl
+from tests.support.netlink import reference
 
 pytestmark = pytest.mark.pure
 
@@ -42,24 +43,11 @@ def routes(draw: st.DrawFn) -> Route:
     )
 
 
-def _reference(cls: Any, kind: int, flags: int, sequence: int, fields: dict[str, Any], attrs: list[Any]) -> bytes:  # noqa: PLR0917
-    """The same message as pyroute2 encodes it."""
-    message = cls()
-    message["header"]["type"] = kind
-    message["header"]["flags"] = flags
-    message["header"]["sequence_number"] = sequence
-    for name, value in fields.items():
-        message[name] = value
-    message["attrs"] = attrs
-    message.encode()
-    return bytes(message.data)
-
-
 @given(ANY, MAC, st.booleans())
 def test_neighbour_is_encoded_as_pyroute2_does(address: Any, mac: str, put: bool) -> None:
     change = Change("put" if put else "delete", Neighbour("x", address, mac))
     fields = {"family": 2 if address.version == 4 else 10, "ifindex": INDEX, "state": 0x80, "flags": 0, "ndm_type": 1}
-    expected = _reference(
+    expected = reference(
         ndmsg,
         28 if put else 29,
         0x505 if put else 0x5,
@@ -72,7 +60,7 @@ def test_neighbour_is_encoded_as_pyroute2_does(address: Any, mac: str, put: bool
 
 @given(ANY, MAC)
 def test_fdb_entry_is_encoded_as_pyroute2_does(remote: Any, mac: str) -> None:
-    expected = _reference(
+    expected = reference(
         ndmsg,
         28,
         0x505,
@@ -100,7 +88,7 @@ def test_route_is_encoded_as_pyroute2_does(route: Route) -> None:
         "type": 1,
         "flags": 4 if route.onlink else 0,
     }
-    assert rtnl.encode(Change("put", route), INDEX, 1) == _reference(rtmsg, 24, 0x505, 1, fields, attrs)
+    assert rtnl.encode(Change("put", route), INDEX, 1) == reference(rtmsg, 24, 0x505, 1, fields, attrs)
 
 
 @given(routes())
