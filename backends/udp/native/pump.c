@@ -58,10 +58,25 @@ static void deliver(void *context, const struct iovec *parts, int n, unsigned pa
 
 /* -- writing to the socket ---------------------------------------------------------------------------- */
 
+static bool stopped(struct pump *p) { return atomic_load_explicit(&p->stop, memory_order_acquire); }
+
+/* Takes note that somebody woke the loop. */
+static void awake(struct pump *p)
+{
+    uint64_t ignored;
+    if (read(p->wake, &ignored, sizeof ignored) < 0)
+        return; /* nobody did */
+}
+
+/* Ends early for a stop alone: new routes have the time. */
 static void wait_for(struct pump *p, short events, int timeout_ms)
 {
     struct pollfd fds[2] = {{p->wake, POLLIN, 0}, {p->sock, events, 0}};
-    poll(fds, events ? 2 : 1, timeout_ms);
+    nfds_t n = events ? 2 : 1;
+    if (poll(fds, n, timeout_ms) > 0 && fds[0].revents && !stopped(p)) {
+        awake(p);
+        poll(fds, n, timeout_ms);
+    }
 }
 
 /* Returns 0 or an errno. size is that of the datagrams if the message carries more than one, else 0. */
@@ -200,11 +215,17 @@ static void send_run(struct pump *p, struct run *r)
 }
 
 /* Runs are open in the order of their age, and sent in it. */
-static void send_all(struct pump *p)
+static void send_runs(struct pump *p)
 {
     for (unsigned i = 0; i < p->open; i++)
         send_run(p, &p->runs[i]);
     p->open = 0;
+}
+
+/* Sends everything; no header is in use any more. */
+static void send_all(struct pump *p)
+{
+    send_runs(p);
     p->headers_used = 0;
 }
 
@@ -222,7 +243,7 @@ static struct run *run_for(struct pump *p, struct address hop, size_t size)
         return r;
     }
     if (p->open == RUNS)
-        send_all(p);
+        send_runs(p); /* the packet to come may have a header already */
     struct run *r = &p->runs[p->open++];
     r->hop = hop;
     r->segments = 0;
@@ -496,19 +517,19 @@ void pump_forward(struct pump *p, struct routes *routes)
 static void sleep_until_readable(struct pump *p)
 {
     struct pollfd fds[3] = {{p->tun, POLLIN, 0}, {p->sock, POLLIN, 0}, {p->wake, POLLIN, 0}};
-    uint64_t ignored;
-    if (poll(fds, 3, -1) > 0 && fds[2].revents && read(p->wake, &ignored, sizeof ignored) < 0)
-        return; /* somebody was faster */
+    if (poll(fds, 3, -1) > 0 && fds[2].revents)
+        awake(p);
 }
 
 int pump_run(struct pump *p)
 {
     p->gone = 0;
-    while (!atomic_load_explicit(&p->stop, memory_order_acquire) && !p->gone) {
+    while (!stopped(p) && !p->gone) {
         take_routes(p);
         bool moved = outward(p);
         moved |= inward(p);
-        if (!moved && !p->gone)
+        /* What somebody woke the loop for may have been passed over while it waited. */
+        if (!moved && !p->gone && !stopped(p) && !atomic_load(&p->next))
             sleep_until_readable(p);
     }
     return p->gone;
