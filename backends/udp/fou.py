@@ -14,6 +14,7 @@ from backends.api import Carrier, OnLink, Setting
 from backends.dataplane.model import Address, DesiredState, Ipip, Link, LinkSpec, Route
 from backends.dataplane.ports import Kernel
 from backends.kernel import ethtool, fou
+from backends.kernel.fdstore import FdStore, process_store
 from backends.kernel.fou import FouPort
 from backends.udp import options
 from backends.udp.options import carried, foreign
@@ -97,8 +98,15 @@ class FouBackend:
 class FouCarrier(Carrier):
     """Keeps the port open. Port and device stay when the process ends, and go on carrying."""
 
-    def __init__(self, port: FouPort, interface: str, unfinished: Unfinished = ethtool.unfinished) -> None:
+    def __init__(
+        self,
+        port: FouPort,
+        interface: str,
+        unfinished: Unfinished = ethtool.unfinished,
+        store: FdStore | None = None,
+    ) -> None:
         self.port, self.interface, self._unfinished = port, interface, unfinished
+        self._store = process_store() if store is None else store
 
     def ensure(self, kernel: Kernel) -> dict[str, Link]:
         """Open the port unless it is open. Raises KernelError, too, where packets would not arrive whole."""
@@ -113,6 +121,8 @@ class FouCarrier(Carrier):
             )
             raise KernelError("use", f"DataPath fou on {self.interface}", 0, text)
         if not any(there.covers(self.port) for there in fou.ports()):
+            # Data path user may have left its socket, which is bound to the same port.
+            self._store.forget_untaken()
             fou.add(self.port)
             log.info("%s added", self.port)
         return {}

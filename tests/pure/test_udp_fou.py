@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from backends import load_backend
 from backends.api import CarryingBackend, ExternalInterface, Setting
 from backends.dataplane.model import Address, Ipip, LinkSpec, Route
-from backends.kernel import fou
+from backends.kernel import fdstore, fou
+from backends.kernel.fdstore import FdStore
 from backends.kernel.fou import FouPort
 from backends.udp.fou import DEVICE, FouBackend, FouCarrier
 from backends.udp.user import UdpBackend
@@ -120,6 +122,28 @@ def test_a_port_of_the_operator_at_every_address_will_do(opened: set[FouPort]) -
     opened.add(everywhere)
     FouCarrier(FouPort(LOCAL, 8285), "eth0", lambda _: "").ensure(FakeKernel())
     assert opened == {everywhere}
+
+
+def test_the_socket_that_data_path_user_left_with_the_manager_gives_the_port_free(
+    opened: set[FouPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    left.bind(("127.0.0.1", 0))
+    place, number = left.fileno(), left.getsockname()[1]
+    monkeypatch.setattr(fdstore, "FIRST_FD", place)
+    passed = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "flannel-udp-4"}
+
+    def add(port: FouPort) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernels:
+            kernels.bind((str(port.local), port.port))
+        opened.add(port)
+
+    monkeypatch.setattr(fou, "add", add)
+    port = FouPort(IPv4Address("127.0.0.1"), number)
+    carrier = FouCarrier(port, "eth0", lambda _: "", FdStore(passed, 1))
+    left.detach()
+    carrier.ensure(FakeKernel())
+    assert opened == {port}
 
 
 def test_an_earlier_address_loses_its_port(opened: set[FouPort]) -> None:
