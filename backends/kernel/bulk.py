@@ -251,7 +251,7 @@ class Bulk:
         # An object goes last: the kernel would take the routes along.
         idle = [number for position, number in writer.idle if position not in refused]
         self._channel.transact([nexthops.delete(number) for number in idle])
-        if refused and len(self._hops):
+        if refused and (len(self._hops) or writer.idle):
             self._doubtful = True
         writer.clear()
         return list(refused.values())

@@ -205,6 +205,17 @@ def test_a_number_that_somebody_took_costs_one_attempt(host: Namespace, kernel: 
     assert diff(kernel.observe([DEVICE]), table.desired()) == ()
 
 
+def test_the_object_of_a_route_that_was_gone_already_is_not_mistaken_for_another(
+    host: Namespace, kernel: NetlinkKernel
+) -> None:
+    kernel.apply([Change("put", _peer(1)[2])])
+    host.ip("route del 10.5.1.0/24")
+    assert kernel.apply([Change("delete", _peer(1)[2])]) == []
+    assert kernel.apply([Change("put", _peer(2)[2])]) == []
+    assert _routes(host)["10.5.2.0/24"]["gateway"] == "10.5.2.0"
+    assert set(_objects(host).values()) == {"10.5.2.0"}
+
+
 def test_refusal_is_that_of_its_peer(host: Namespace, kernel: NetlinkKernel) -> None:
     host.ip("link add br0 type bridge")
     host.ip("link set br0 up")
