@@ -46,6 +46,9 @@ class Charon:
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
 
+    def __del__(self) -> None:
+        self._forget()
+
     def connect(self) -> Vici:
         """Return a connection to a charon that runs, started if need be. Raises CharonError."""
         if not self.running():

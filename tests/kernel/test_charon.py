@@ -74,6 +74,17 @@ def test_it_is_started_found_running_and_ended(play: Path) -> None:
     charon.end(5)
 
 
+@pytest.mark.usefixtures("play")
+def test_a_new_one_after_each_change_of_address_leaves_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        charon = make()
+        charon.connect()
+        charon.end(5)
+        del charon
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_one_that_died_is_started_again(play: Path) -> None:
     charon = make()
     charon.connect()
