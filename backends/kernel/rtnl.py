@@ -1,8 +1,8 @@
 """Wire format of the rtnetlink messages that grow with the number of peers.
 
 Pure encoding and decoding of neighbours, FDB entries and routes, and decoding
-of the notifications the monitor listens to. Everything else goes through
-pyroute2. Sources: rtnetlink(7), netlink(7), linux/rtnetlink.h,
+of the notifications the monitor listens to; links and addresses are in
+``linkmsg``. Sources: rtnetlink(7), netlink(7), linux/rtnetlink.h,
 linux/neighbour.h; encodings are compared with pyroute2's in the tests.
 """
 
