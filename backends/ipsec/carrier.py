@@ -148,7 +148,9 @@ class IpsecCarrier(Carrier):
         for name in todo.drop:
             control.drop(name)
             del loaded[name]
-            self._forget(peer_of(name))
+            # A host may have two subnets for a while. Charon would not notice that the other's associations are gone.
+            if peer_of(name) not in {peer_of(other) for other in loaded}:
+                self._forget(peer_of(name))
             log.info("connection %s removed", name)
         needed = {str(self.terms.public), *(str(one.peer.address) for one in wanted.values())}
         for owner in sorted(owners - needed):

@@ -131,6 +131,18 @@ def test_charon_gets_the_connections_and_secrets_that_peers_need_and_no_others()
     assert tuple(map(str, REMOVED[-1])) == ("192.0.2.1", "None")
 
 
+def test_a_host_that_gives_one_of_two_subnets_back_keeps_the_associations_of_the_other() -> None:
+    control = FakeVici()
+    with running(FakeCharon(control)) as carrier:
+        carrier.carry(OWN, [lease(2), lease(3, public="192.0.2.2")])
+        until("both", lambda: len(control.held) == 2)
+        carrier.carry(OWN, [lease(3, public="192.0.2.2")])
+        until("the end of one", lambda: len(control.held) == 1)
+        carrier.carry(OWN, [])
+        until("the end of the other", lambda: not control.held and REMOVED)
+        assert [str(peer) for _, peer in REMOVED] == ["192.0.2.2"]
+
+
 def test_a_charon_that_died_is_told_everything_again(caplog: pytest.LogCaptureFixture) -> None:
     first, second = FakeVici(), FakeVici()
     with running(FakeCharon(first, second, faults=2)) as carrier:
