@@ -49,9 +49,10 @@ Peer: TypeAlias = tuple[int, str, tuple[Key, ...]]
 class WantedTable:
     """Base state plus the entries of every peer.
 
-    A peer gets all its entries or none: one whose entry another, older peer
-    holds under the same key (two nodes that announce one MAC, say) waits until
-    that one goes.
+    A peer gets all its entries or none: one for which another, older peer holds
+    another entry under the same key (two nodes that announce one MAC, say)
+    waits until that one goes. Equal entries are shared: a node that moved to
+    another subnet has two leases for a while.
     """
 
     def __init__(self, base: DesiredState) -> None:
@@ -203,7 +204,7 @@ class WantedTable:
         for name in sorted(concerned, key=lambda name: (*self._peers[name][:2], str(name))):
             wish = concerned[name]
             touched |= wish.keys()
-            taken = next((key for key in self._peers[name][2] if key in held), None)
+            taken = next((key for key, value in wish.items() if key in held and held[key][1] != value), None)
             self._losses.pop(name, None)
             self._waiting.pop(name, None)
             if taken is not None:

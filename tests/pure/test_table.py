@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 
 import pytest
@@ -20,7 +21,8 @@ BASE = DesiredState(
 )
 
 
-def _peer(n: int, *macs: str, problems: tuple[tuple[str, str], ...] = ()) -> DesiredState:
+def _peer(n: int, *macs: str, host: int = 0) -> DesiredState:
+    """What a lease of 10.5.n.0/24 leads to; its host is 192.0.2.n unless another is given."""
     gateway = ip_address(f"10.5.{n}.0")
     return DesiredState(
         BASE.devices,
@@ -28,9 +30,8 @@ def _peer(n: int, *macs: str, problems: tuple[tuple[str, str], ...] = ()) -> Des
         BASE.networks,
         BASE.addresses,
         frozenset({Neighbour(DEVICE, gateway, macs[0])}),
-        frozenset(FdbEntry(DEVICE, mac, ip_address(f"192.0.2.{n}")) for mac in macs),
+        frozenset(FdbEntry(DEVICE, mac, ip_address(f"192.0.2.{host or n}")) for mac in macs),
         frozenset({Route(ip_network(f"10.5.{n}.0/24"), DEVICE, gateway, onlink=True)}),
-        problems,
     )
 
 
@@ -78,6 +79,23 @@ def test_of_two_peers_with_one_mac_the_older_is_kept() -> None:
     assert table.problems == {}
 
 
+def test_a_host_with_two_subnets_has_both_and_keeps_what_is_left() -> None:
+    table = WantedTable(BASE)
+    table.put("before", (1, "k2"), _peer(2, A))
+    table.put("now", (9, "k3"), _peer(3, A, host=2))
+    assert _routes(table) == {"10.5.2.0/24", "10.5.3.0/24"}
+    assert table.problems == {}
+    table.clean()
+    table.remove("before")
+    assert _routes(table) == {"10.5.3.0/24"}
+    assert table.desired().fdb == _peer(2, A).fdb
+    alone = replace(_peer(2, A), fdb=frozenset(), addresses=frozenset())
+    assert table.dirty == {table.packer.key(target) for target in objects_of(alone)}
+    table.put("other", (3, "k4"), _peer(4, A))
+    assert _routes(table) == {"10.5.4.0/24"}
+    assert table.problems == {"now": f"now skipped: VtepMAC {A} is the one of other, an older lease"}
+
+
 def test_who_lost_elsewhere_keeps_nobody_out() -> None:
     table = WantedTable(BASE)
     table.put("first", (1, ""), _peer(2, A))
@@ -101,28 +119,31 @@ def test_problems_of_a_peer_come_and_go_with_it() -> None:
 
 
 puts = st.tuples(
-    st.integers(2, 6), st.integers(0, 3), st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=2, unique=True)
+    st.integers(2, 6),
+    st.integers(0, 3),
+    st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=2, unique=True),
+    st.sampled_from([0, 2]),
 )
 
 
 @given(st.lists(puts | st.integers(2, 6), max_size=15))
 def test_V21_a_course_of_changes_ends_where_building_anew_does(
-    course: list[tuple[int, int, list[str]] | int],
+    course: list[tuple[int, int, list[str], int] | int],
 ) -> None:
     table = WantedTable(BASE)
-    held: dict[int, tuple[int, list[str]]] = {}
+    held: dict[int, tuple[int, list[str], int]] = {}
     for step in course:
         if isinstance(step, int):
             held.pop(step, None)
             table.remove(str(step))
         else:
-            n, rank, macs = step
-            held[n] = rank, macs
-            table.put(str(n), (rank, str(n)), _peer(n, *macs))
+            n, rank, macs, host = step
+            held[n] = rank, macs, host
+            table.put(str(n), (rank, str(n)), _peer(n, *macs, host=host))
     anew = WantedTable(BASE)
     for n in sorted(held, reverse=True):
-        rank, macs = held[n]
-        anew.put(str(n), (rank, str(n)), _peer(n, *macs))
+        rank, macs, host = held[n]
+        anew.put(str(n), (rank, str(n)), _peer(n, *macs, host=host))
     assert table.desired() == anew.desired()
     assert table.problems == anew.problems
     keys = [table.packer.key(target) for target in objects_of(table.desired())]
