@@ -305,7 +305,7 @@ class Owner:
             raise NotYet(f"waiting for the list of leases: {self._store_problem}")
         setting = self._setting(config, interface)
         backend = self._the_backend(setting)
-        attrs = self._ensure_devices(backend, interface)
+        attrs = self._ensure_devices(backend, setting)
         self._ask(attrs, config)
         own = self._own
         if own is None:
@@ -362,13 +362,14 @@ class Owner:
             self._built = (setting, load_backend(setting))
         return self._built[1]
 
-    def _ensure_devices(self, backend: Backend, interface: ExternalInterface) -> LeaseAttrs:
+    def _ensure_devices(self, backend: Backend, setting: Setting) -> LeaseAttrs:
         if self._devices_doubted:
+            interface = setting.interface
             binding = bool(self._macs)
             macs = self._macs or self._macs_told_earlier(backend, interface)
             specs = backend.links(macs, binding)
             self._made |= {spec.name for spec in specs}
-            self._links = self._devices.ensure(specs)
+            self._links = self._devices.ensure(specs, setting.networks)
             self._macs = {name: link.mac for name, link in self._links.items()}
             self._carrying.ensure(backend)
             indexes = {link.index: link.name for link in (*self._links.values(), *self._carrying.links.values())}

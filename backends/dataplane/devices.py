@@ -6,11 +6,24 @@ import errno
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from backends.dataplane.model import DEFAULT_PORT, Ip6Tunnel, Ipip, Link, LinkSpec, Tunnel, Vxlan, Wireguard
+from backends.dataplane.diff import leftover_links
+from backends.dataplane.model import (
+    DEFAULT_PORT,
+    DesiredState,
+    Ip6Tunnel,
+    Ipip,
+    Link,
+    LinkSpec,
+    Tunnel,
+    Vxlan,
+    Wireguard,
+)
 from backends.dataplane.ports import Kernel
 from subnet.errors import KernelError
+from subnet.model import IPNetwork
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +131,16 @@ class DeviceKeeper:
         self._kernel, self._tx_checksum, self._new_mac = kernel, tx_checksum, new_mac
         self._checksum_refused: set[str] = set()
         self._hearing: set[str] = set()
+        self._wanted = DesiredState(frozenset(), "", frozenset())
+        """Of what leftovers are told by: the names of the devices, and the cluster's networks."""
 
-    def ensure(self, specs: Sequence[LinkSpec]) -> dict[str, Link]:
-        """Return the devices by name, each as wanted and up. Raises KernelError naming the device."""
+    def ensure(self, specs: Sequence[LinkSpec], networks: AbstractSet[IPNetwork] = frozenset()) -> dict[str, Link]:
+        """Return the devices by name, each as wanted and up. Raises KernelError naming the device.
+
+        A device of an earlier configuration, with an address in ``networks``,
+        goes at once if it keeps a new one from being made.
+        """
+        self._wanted = DesiredState(frozenset(spec.name for spec in specs), "", frozenset(networks))
         links = self._kernel.links()
         touched = [spec.name for spec in specs if self._try(spec, links)]
         if touched:
@@ -187,7 +207,12 @@ class DeviceKeeper:
             rival = _rival(spec, links)
             if rival is None:
                 raise
-            raise KernelError(error.operation, error.target, error.errno, f"{error.detail}: {rival}") from error
+            link, text = rival
+            if not leftover_links({link.name: link}, self._kernel.addresses(), self._wanted):
+                raise KernelError(error.operation, error.target, error.errno, f"{error.detail}: {text}") from error
+            log.info("device %s of an earlier configuration is removed: %s", link.name, text)
+            self._kernel.delete_link(link.name)
+            self._kernel.create_link(made)
         self._kernel.set_link(spec.name, up=True)
         address = f" mac {made.mac}" if made.mac else ""
         log.info("device %s created: %s mtu %d%s", spec.name, spec.tunnel, spec.mtu_bytes, address)
@@ -222,19 +247,19 @@ class DeviceKeeper:
                 log.warning("%s: containers could redirect this host's IPv6 traffic by router advertisements", error)
 
 
-def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> str | None:
-    """Say which device keeps a new one from being made: what makes both may not be shared."""
+def _rival(spec: LinkSpec, links: Mapping[str, Link]) -> tuple[Link, str] | None:
+    """Return the device that keeps a new one from being made, with what both may not share."""
     for link in links.values():
         match link.tunnel, spec.tunnel:
             case Vxlan() as have, Vxlan() as want:
                 same_family = have.local is None or (have.local.version == 4) == (spec.family == 4)
                 if have.vni == want.vni and _port(have) == _port(want) and same_family:
-                    return f"device {link.name} has VNI {want.vni} and the same port"
+                    return link, f"device {link.name} has VNI {want.vni} and the same port"
             case Ipip() as have, Ipip() as want:
                 if (have.local, have.remote) == (want.local, want.remote):
-                    return f"device {link.name} has the same local address"
+                    return link, f"device {link.name} has the same local address"
             case Ip6Tunnel(external=True), Ip6Tunnel(external=True):
-                return f"device {link.name} is external already, and there can be only one"
+                return link, f"device {link.name} is external already, and there can be only one"
     return None
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from ipaddress import IPv4Address, ip_address
+from ipaddress import IPv4Address, ip_address, ip_interface, ip_network
 
 import pytest
 
@@ -93,6 +93,7 @@ class FakeKernel:
         self.offload = True
         self.offload_fixed = False
         self.calls: list[str] = []
+        self.addresses_held: tuple[Address, ...] = ()
 
     def links(self) -> dict[str, Link]:
         return dict(self.held)
@@ -147,7 +148,7 @@ class FakeKernel:
         return self.offload
 
     def addresses(self) -> tuple[Address, ...]:
-        return ()
+        return self.addresses_held
 
     def default_routes(self) -> frozenset[Route]:
         return frozenset()
@@ -168,6 +169,9 @@ class FakeKernel:
 def _rivals(have: Tunnel | None, want: Tunnel) -> bool:
     if isinstance(have, Vxlan) and isinstance(want, Vxlan):
         return have.vni == want.vni
+    if isinstance(have, Ipip) and isinstance(want, Ipip):
+        # Whether packets travel in UDP does not tell tunnels apart (net/ipv4/ip_tunnel.c, ip_tunnel_find).
+        return (have.local, have.remote) == (want.local, want.remote)
     return have == want
 
 
@@ -306,6 +310,19 @@ def test_device_that_holds_the_local_address_is_named() -> None:
     rival = replace(IPIP_LINK, name="mytunnel")
     with pytest.raises(KernelError, match="device mytunnel has the same local address"):
         DeviceKeeper(FakeKernel(rival)).ensure([IPIP])
+
+
+def test_a_device_of_an_earlier_configuration_that_holds_the_local_address_makes_room() -> None:
+    left = replace(IPIP_LINK, name="flannel.fou", tunnel=Ipip(LOCAL, fou_port=8285))
+    networks = frozenset({ip_network("10.5.0.0/16")})
+    kernel = FakeKernel(left)
+    with pytest.raises(KernelError, match=r"device flannel\.fou has the same local address"):
+        DeviceKeeper(kernel).ensure([IPIP], networks)  # without an address it may be another daemon's
+    kernel.addresses_held = (Address("flannel.fou", ip_interface("10.5.1.0/32")),)
+    with pytest.raises(KernelError, match=r"device flannel\.fou has the same local address"):
+        DeviceKeeper(kernel).ensure([IPIP], frozenset({ip_network("10.6.0.0/16")}))
+    assert DeviceKeeper(kernel).ensure([IPIP], networks)["flannel.ipip"].up
+    assert set(kernel.held) == {"flannel.ipip"}
 
 
 WG = Wireguard(51820, "secret")
