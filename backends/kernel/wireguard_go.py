@@ -51,8 +51,12 @@ class WireguardGo:
         self._roaming = Roaming()
 
     def holds(self, device: str) -> bool:
-        """Whether there is a control socket of that name."""
-        return self._socket(device).is_socket()
+        """Whether a program listens at the control socket of that name: one that was killed leaves it behind."""
+        try:
+            self._connect(device).close()
+        except KernelError as error:
+            return error.errno not in GONE
+        return True
 
     def create(self, device: str, program: str) -> None:
         """Start the program, which makes the device, and leave it alone: it outlives this one. Raises KernelError."""
