@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from backends.dataplane.model import METRIC, Change, Route
+from backends.dataplane.model import METRIC, PROTO_FLANNEL, Change, Route
 from backends.dataplane.packed import FDB, NEIGHBOUR, ROUTE, Entries, Key, Packer, route_key
 from backends.kernel import nexthops, rtnl
 from backends.kernel.rtnl import (
@@ -102,12 +102,14 @@ def plain(like: Route) -> bool:
 
 
 def tunnelled(route: Route) -> bool:
-    """Whether a route may name a nexthop object: IPv4, and on-link, which is how routes into our own devices are.
+    """Whether a route may name a nexthop object: IPv4, on-link, and into one of our own devices.
 
-    On another device the kernel takes the objects away, and the routes with
-    them, when its carrier goes. IPv6 routes gain nothing.
+    On another device, where our protocol number marks it, the kernel takes the
+    objects away, and the routes with them, when its carrier goes. IPv6 routes
+    gain nothing.
     """
-    return plain(route) and route.family == 4 and route.onlink and route.metric is None
+    own = route.onlink and route.protocol != PROTO_FLANNEL
+    return plain(route) and own and route.family == 4 and route.metric is None
 
 
 class _Writer:

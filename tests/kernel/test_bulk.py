@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from backends.dataplane.diff import diff
-from backends.dataplane.model import Change, DesiredState, FdbEntry, Neighbour, ObservedState, Route
+from backends.dataplane.model import (
+    PROTO_FLANNEL,
+    Change,
+    DesiredState,
+    FdbEntry,
+    Neighbour,
+    ObservedState,
+    Route,
+)
 from backends.dataplane.packed import Entries
 from backends.dataplane.reconcile import PUT_ORDER
 from backends.dataplane.table import WantedTable
@@ -164,6 +172,15 @@ def test_route_with_its_gateway_inside_may_become_one_with_an_object_and_back(
     assert kernel.apply([Change("put", elsewhere)]) == []
     assert "10.5.2.0/24 via 192.0.2.254 dev eth0" in host.ip("route show")
     assert _objects(host) == {}
+
+
+def test_a_direct_route_outlives_the_carrier_of_its_device(host: Namespace, kernel: NetlinkKernel) -> None:
+    peer = ip_address("192.0.2.9")
+    direct = Route(ip_network("10.5.9.0/24"), "eth0", peer, onlink=True, protocol=PROTO_FLANNEL)  # as ipip has them
+    assert kernel.apply([Change("put", _peer(1)[2]), Change("put", direct)]) == []
+    assert set(_objects(host).values()) == {"10.5.1.0"}
+    host.ip("link set far0 down")
+    assert "linkdown" in host.ip("route show 10.5.9.0/24")
 
 
 def test_objects_that_a_killed_run_left_are_removed_and_the_others_kept(
