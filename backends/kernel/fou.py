@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import Final
 
-from backends.kernel.rtnl import AF_INET, DUMP_FLAGS, NLM_F_ACK, NLM_F_REQUEST, attribute, attributes, message
+from backends.kernel.genl import NETLINK_GENERIC, attributes_of, number_of, request
+from backends.kernel.rtnl import AF_INET, DUMP_FLAGS, NLM_F_ACK, NLM_F_REQUEST, attribute
 from backends.kernel.sockets import NetlinkSocket, kernel_error
-from backends.kernel.wgnl import CTRL_ATTR_FAMILY_NAME, CTRL_CMD_GETFAMILY, CTRL_VERSION, GENL_ID_CTRL, decode_family
 from subnet.errors import KernelError
 
-NETLINK_GENERIC: Final = 16
 VERSION: Final = 1
 FOU_CMD_ADD, FOU_CMD_DEL, FOU_CMD_GET = 1, 2, 3
 FOU_ATTR_PORT, FOU_ATTR_AF, FOU_ATTR_IPPROTO, FOU_ATTR_TYPE, FOU_ATTR_LOCAL_V4 = 1, 2, 3, 4, 6
@@ -25,7 +24,6 @@ IPPROTO_IPIP: Final = 4
 GONE: Final = frozenset({errno.EINVAL, errno.ENOENT})
 """What the kernel answers to the removal of a port that is not there, by its version."""
 
-_GENL = struct.Struct("=BBH")
 _PORT = struct.Struct("!H")
 
 
@@ -50,8 +48,8 @@ def ports() -> frozenset[FouPort]:
         family = _family(channel)
         if not family:
             return frozenset()
-        answers = channel.dump(_request(family, DUMP_FLAGS, 0, FOU_CMD_GET), "fou ports")
-        found = (_decode(attributes(buffer, at.start + _GENL.size, at.end)) for buffer, at in answers)
+        answers = channel.dump(request(family, VERSION, DUMP_FLAGS, 0, FOU_CMD_GET), "fou ports")
+        found = (_decode(attributes_of(*answer)) for answer in answers)
         return frozenset(port for port in found if port is not None)
 
 
@@ -80,14 +78,7 @@ def _channel(port: FouPort) -> Iterator[tuple[NetlinkSocket, int]]:
 
 def _family(channel: NetlinkSocket) -> int:
     """Return the protocol's number; 0: the module is not loaded, and nothing loads it by itself."""
-    name = attribute(CTRL_ATTR_FAMILY_NAME, b"fou\0")
-    request = message(GENL_ID_CTRL, NLM_F_REQUEST, 0, _GENL.pack(CTRL_CMD_GETFAMILY, CTRL_VERSION, 0) + name)
-    answer = channel.first(request, "the number of the FOU protocol")
-    return decode_family(*answer) if answer is not None else 0
-
-
-def _request(family: int, flags: int, sequence: int, command: int, body: bytes = b"") -> bytes:
-    return message(family, flags, sequence, _GENL.pack(command, VERSION, 0) + body)
+    return number_of(channel, "fou")
 
 
 def _encode(port: FouPort) -> bytes:
@@ -107,9 +98,9 @@ def _decode(said: dict[int, bytes]) -> FouPort | None:
 
 
 def _change(channel: NetlinkSocket, family: int, command: int, port: FouPort, verb: str) -> None:
-    flags = NLM_F_REQUEST | NLM_F_ACK
+    flags, body = NLM_F_REQUEST | NLM_F_ACK, _encode(port)
     expected = frozenset[int]() if command == FOU_CMD_ADD else GONE
-    for _, code, text in channel.request([lambda sequence: _request(family, flags, sequence, command, _encode(port))]):
+    for _, code, text in channel.request([lambda sequence: request(family, VERSION, flags, sequence, command, body)]):
         if code == errno.EADDRINUSE:
             raise KernelError(verb, port, code, "the port is taken, perhaps by another flanneld")
         if code not in expected:

@@ -15,21 +15,12 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 
 from backends.dataplane.model import Change, Endpoint, Wireguard, WireguardPeer
-from backends.kernel.rtnl import (
-    DUMP_FLAGS,
-    NLA_F_NESTED,
-    NLM_F_ACK,
-    NLM_F_REQUEST,
-    Header,
-    attribute,
-    attributes,
-    message,
-)
+from backends.kernel.genl import attributes_of, request
+from backends.kernel.rtnl import DUMP_FLAGS, NLA_F_NESTED, NLM_F_ACK, NLM_F_REQUEST, Header, attribute, attributes
 from subnet.model import IPNetwork
 
 FAMILY_NAME = "wireguard"
-GENL_ID_CTRL, CTRL_CMD_GETFAMILY, CTRL_ATTR_FAMILY_ID, CTRL_ATTR_FAMILY_NAME = 16, 3, 1, 2
-CTRL_VERSION, VERSION = 2, 1
+VERSION = 1
 WG_CMD_GET_DEVICE, WG_CMD_SET_DEVICE = 0, 1
 WGDEVICE_A_IFINDEX, WGDEVICE_A_PRIVATE_KEY, WGDEVICE_A_PUBLIC_KEY = 1, 3, 4
 WGDEVICE_A_LISTEN_PORT, WGDEVICE_A_PEERS = 6, 8
@@ -40,7 +31,6 @@ WGALLOWEDIP_A_FAMILY, WGALLOWEDIP_A_IPADDR, WGALLOWEDIP_A_CIDR_MASK = 1, 2, 3
 NO_KEY = bytes(32)
 """How the kernel writes that there is no preshared key, and takes one away."""
 
-_GENL = struct.Struct("=BBH")
 _U8, _U16, _U32, _U64 = (struct.Struct(f"={code}") for code in "BHIQ")
 _TIME = struct.Struct("=qq")
 _FAMILY = struct.Struct("=H")
@@ -56,11 +46,6 @@ class PeerSeen:
     sent_bytes: int
 
 
-def _request(family: int, flags: int, sequence: int, command: int, body: bytes) -> bytes:
-    version = CTRL_VERSION if family == GENL_ID_CTRL else VERSION
-    return message(family, flags, sequence, _GENL.pack(command, version, 0) + body)
-
-
 def _raw(key: str) -> bytes:
     return base64.b64decode(key) if key else NO_KEY
 
@@ -69,21 +54,9 @@ def _text(key: bytes | None) -> str:
     return base64.b64encode(key).decode() if key and key != NO_KEY else ""
 
 
-def get_family() -> bytes:
-    """Ask for the number of the protocol; the kernel loads the module if it can."""
-    name = attribute(CTRL_ATTR_FAMILY_NAME, FAMILY_NAME.encode() + b"\0")
-    return _request(GENL_ID_CTRL, NLM_F_REQUEST, 0, CTRL_CMD_GETFAMILY, name)
-
-
-def decode_family(buffer: bytes, header: Header) -> int:
-    """Return the number of the protocol, 0 if the message does not tell."""
-    raw = attributes(buffer, header.start + _GENL.size, header.end).get(CTRL_ATTR_FAMILY_ID)
-    return int(_U16.unpack(raw)[0]) if raw else 0
-
-
 def get_device(family: int, index: int) -> bytes:
     """Ask for a device and all its peers: a dump."""
-    return _request(family, DUMP_FLAGS, 0, WG_CMD_GET_DEVICE, attribute(WGDEVICE_A_IFINDEX, _U32.pack(index)))
+    return request(family, VERSION, DUMP_FLAGS, 0, WG_CMD_GET_DEVICE, attribute(WGDEVICE_A_IFINDEX, _U32.pack(index)))
 
 
 def set_device(family: int, sequence: int, index: int, wanted: Wireguard) -> bytes:
@@ -92,7 +65,7 @@ def set_device(family: int, sequence: int, index: int, wanted: Wireguard) -> byt
     body += attribute(WGDEVICE_A_PRIVATE_KEY, _raw(wanted.private_key))
     if wanted.port:
         body += attribute(WGDEVICE_A_LISTEN_PORT, _U16.pack(wanted.port))
-    return _request(family, NLM_F_REQUEST | NLM_F_ACK, sequence, WG_CMD_SET_DEVICE, body)
+    return request(family, VERSION, NLM_F_REQUEST | NLM_F_ACK, sequence, WG_CMD_SET_DEVICE, body)
 
 
 def set_peer(family: int, sequence: int, index: int, change: Change, with_endpoint: bool = True) -> bytes:
@@ -112,7 +85,7 @@ def set_peer(family: int, sequence: int, index: int, change: Change, with_endpoi
         body += attribute(WGPEER_A_ALLOWEDIPS | NLA_F_NESTED, _array(map(_allowed_ip, peer.allowed)))
     peers = attribute(WGDEVICE_A_PEERS | NLA_F_NESTED, _array([body]))
     device = attribute(WGDEVICE_A_IFINDEX, _U32.pack(index))
-    return _request(family, NLM_F_REQUEST | NLM_F_ACK, sequence, WG_CMD_SET_DEVICE, device + peers)
+    return request(family, VERSION, NLM_F_REQUEST | NLM_F_ACK, sequence, WG_CMD_SET_DEVICE, device + peers)
 
 
 def _array(elements: Iterable[bytes]) -> bytes:
@@ -143,7 +116,7 @@ def _allowed_ip(network: IPNetwork) -> bytes:
 
 def decode_device(buffer: bytes, header: Header) -> Wireguard:
     """Return what the first message of a dump says of the device itself."""
-    found = attributes(buffer, header.start + _GENL.size, header.end)
+    found = attributes_of(buffer, header)
     port = found.get(WGDEVICE_A_LISTEN_PORT, b"\0\0")
     return Wireguard(
         _U16.unpack(port)[0], _text(found.get(WGDEVICE_A_PRIVATE_KEY)), _text(found.get(WGDEVICE_A_PUBLIC_KEY))
@@ -154,7 +127,7 @@ def decode_peers(dump: Iterable[tuple[bytes, Header]], device: str) -> list[Peer
     """Return the peers of a dump. One whose networks fill a message goes on in the next."""
     found: dict[str, PeerSeen] = {}
     for buffer, header in dump:
-        listed = attributes(buffer, header.start + _GENL.size, header.end).get(WGDEVICE_A_PEERS, b"")
+        listed = attributes_of(buffer, header).get(WGDEVICE_A_PEERS, b"")
         for raw in _elements(listed):
             seen = _decode_peer(raw, device)
             key = seen.peer.public_key

@@ -8,11 +8,11 @@ from contextlib import closing
 
 from backends.dataplane.model import Change, Wireguard, WireguardPeer
 from backends.kernel import wgnl
+from backends.kernel.genl import NETLINK_GENERIC, number_of
 from backends.kernel.roaming import Peers, Roaming
 from backends.kernel.sockets import Encode, NetlinkSocket, Refusal, kernel_error
 from subnet.errors import KernelError
 
-NETLINK_GENERIC = 16
 NO_WIREGUARD = "the kernel has no WireGuard"
 
 
@@ -30,7 +30,7 @@ class WireguardDevices:
     def settings(self, index: int, device: str) -> Wireguard | None:
         """Return port and keys of a device, None if it is gone. Raises KernelError."""
         with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
-            family = _family(channel)
+            family = number_of(channel, wgnl.FAMILY_NAME)
             try:
                 answer = channel.first(wgnl.get_device(family, index), f"WireGuard device {device}") if family else None
             except KernelError as error:
@@ -57,7 +57,7 @@ class WireguardDevices:
     def request(self, changes: Sequence[tuple[Change, int]]) -> list[Refusal]:
         """Make the changes of peers, at most a batch, each with its device's index; return those refused."""
         with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
-            family = _family(channel)
+            family = number_of(channel, wgnl.FAMILY_NAME)
             if not family:
                 return [(position, errno.EOPNOTSUPP, NO_WIREGUARD) for position in range(len(changes))]
             refused = channel.request([self._encoder(family, change, index) for change, index in changes])
@@ -70,14 +70,8 @@ class WireguardDevices:
         return lambda sequence: wgnl.set_peer(family, sequence, index, change, with_endpoint)
 
 
-def _family(channel: NetlinkSocket) -> int:
-    """Return the protocol's number, which changes when the module is loaded anew; 0: there is none."""
-    answer = channel.first(wgnl.get_family(), "the number of the WireGuard protocol")
-    return wgnl.decode_family(*answer) if answer is not None else 0
-
-
 def _needed(channel: NetlinkSocket, device: str) -> int:
-    family = _family(channel)
+    family = number_of(channel, wgnl.FAMILY_NAME)
     if not family:
         raise kernel_error("find", f"WireGuard of device {device}", errno.EOPNOTSUPP, NO_WIREGUARD)
     return family

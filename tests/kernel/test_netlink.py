@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from ipaddress import ip_address, ip_interface, ip_network
 
@@ -21,7 +22,9 @@ from backends.dataplane.model import (
     Vxlan,
     blackhole,
 )
+from backends.kernel.genl import NETLINK_GENERIC, number_of
 from backends.kernel.netlink import NetlinkKernel
+from backends.kernel.sockets import NetlinkSocket
 from subnet.errors import KernelError
 from tests.support.netns import Namespace
 
@@ -323,3 +326,9 @@ def test_H02_ipv6_route_of_another_device_is_replaced(host: Namespace, kernel: N
     desired = DesiredState(frozenset({name}), "eth0", frozenset({ip_network("fd05::/48")}), routes=frozenset({route}))
     assert kernel.apply(diff(kernel.observe([name]), desired)) == []
     assert diff(kernel.observe([name]), desired) == ()
+
+
+def test_protocols_of_generic_netlink_have_numbers() -> None:
+    with closing(NetlinkSocket(NETLINK_GENERIC)) as channel:
+        assert number_of(channel, "nlctrl") == 16  # GENL_ID_CTRL, the only one that is the same everywhere
+        assert number_of(channel, "flannel-test") == 0

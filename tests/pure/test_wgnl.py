@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyroute2.netlink.generic.wireguard import wgmsg
 
 from backends.dataplane.model import Change, Endpoint, Neighbour, Wireguard, WireguardPeer
-from backends.kernel import rtnl, wgnl
+from backends.kernel import genl, rtnl, wgnl
 
 pytestmark = pytest.mark.pure
 
@@ -170,6 +170,6 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_the_protocols_number_is_asked_for_by_name() -> None:
-    assert wgnl.get_family().endswith(b"\x0e\x00\x02\x00wireguard\0\0\0")
+    assert genl.get_family(wgnl.FAMILY_NAME).endswith(b"\x0e\x00\x02\x00wireguard\0\0\0")
     buffer = rtnl.message(16, 0, 1, b"\1\2\0\0" + rtnl.attribute(2, b"wireguard\0") + rtnl.attribute(1, b"\x1e\0"))
-    assert wgnl.decode_family(buffer, next(rtnl.messages(buffer))) == 30
+    assert genl.decode_family(buffer, next(rtnl.messages(buffer))) == 30
