@@ -89,26 +89,30 @@ class Monitor:
                     self._deliver(events)
 
     def _read(self) -> list[KernelEvent]:
-        """Take everything that waits, so that a burst is delivered as one."""
+        """Take everything that waits, so that a burst is delivered as one.
+
+        Once some of it was lost the rest says nothing that is not looked at
+        anyway, and is passed over: what comes too fast must not pile up here.
+        """
         events: list[KernelEvent] = []
+        lost = False
         while True:
             try:
                 buffer = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return events
+                return [Overflow()] if lost else events
             except OSError as cause:
                 if cause.errno != errno.ENOBUFS:
                     raise
                 log.debug("kernel notifications were lost")
-                _add_once(events, Overflow())
+                lost = True
+                events.clear()
                 continue
-            for header in rtnl.messages(buffer):
+            for header in () if lost else rtnl.messages(buffer):
                 if header.port and header.port in self._own_ports:
                     continue
-                if nexthops.was_ours(buffer, header):
-                    # The routes that named it are gone without a word.
-                    _add_once(events, Overflow())
-                    continue
+                # Of an object that goes: the routes that named it are gone without a word.
+                lost = lost or nexthops.was_ours(buffer, header)
                 event = rtnl.decode_event(buffer, header)
                 if event is not None:
                     events.append(event)
@@ -123,8 +127,3 @@ def _keep_out(listener: socket.socket, ports: frozenset[int]) -> None:
     code += [(BPF_RETURN, 0, 0, 0xFFFFFFFF), (BPF_RETURN, 0, 0, 0)]
     program = array.array("B", b"".join(struct.pack("=HBBI", *step) for step in code))
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(code), program.buffer_info()[0]))
-
-
-def _add_once(events: list[KernelEvent], event: KernelEvent) -> None:
-    if not events or events[-1] != event:
-        events.append(event)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import queue
 import select
+import socket
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 
 import pytest
 
 from backends.dataplane.model import Change, Neighbour
-from backends.dataplane.ports import KernelEvent, LinkSeen, ObjectSeen
+from backends.dataplane.ports import KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.kernel import monitor as module
 from backends.kernel.monitor import Monitor
 from backends.kernel.netlink import NetlinkKernel
@@ -86,4 +87,16 @@ def test_what_we_write_wakes_nobody_up(kernel: NetlinkKernel) -> None:
         listener.recv(1 << 16)  # of the devices that have just been made
     assert kernel.apply([Change("put", OURS)]) == []
     assert select.select([listener], [], [], 0)[0] == []
+    listener.close()
+
+
+def test_a_burst_of_which_some_was_lost_is_told_in_one_word(host: Namespace) -> None:
+    monitor = Monitor(lambda _: None)
+    listener = monitor._socket
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    lines = [f"neigh replace 192.0.2.{n} lladdr 02:00:00:00:00:{n:02x} dev eth0 nud permanent" for n in range(1, 255)]
+    host.run("ip", "-batch", "-", text="\n".join(lines))
+    assert monitor._read() == [Overflow()]
+    host.ip("neigh del 192.0.2.7 dev eth0")
+    assert {type(event) for event in monitor._read()} == {ObjectSeen}
     listener.close()
