@@ -92,7 +92,7 @@ class Charon:
         if pid:
             if not _is_ours(pid):
                 raise CharonError(f"another charon runs here (process {pid}); stop strongSwan's own service")
-            self._pidfd = os.pidfd_open(pid)
+            self._pidfd = _watched(pid)
             log.info("charon of an earlier run goes on (process %d)", pid)
             return
         program = find()
@@ -104,7 +104,7 @@ class Charon:
             )
         except OSError as cause:
             raise CharonError(f"{program} cannot be started: {cause.strerror or cause}") from cause
-        self._pidfd = os.pidfd_open(self._child.pid)
+        self._pidfd = _watched(self._child.pid)
         log.info("%s started (process %d)", program, self._child.pid)
 
     def _forget(self) -> None:
@@ -115,6 +115,14 @@ class Charon:
     def _how(self) -> str:
         code = self._child.returncode if self._child is not None else None
         return "exit code unknown" if code is None else f"exit code {code}"
+
+
+def _watched(pid: int) -> int:
+    """Return a descriptor that tells of the end of a process. Raises CharonError, as for one that is gone already."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as cause:
+        raise CharonError(f"charon (process {pid}) cannot be watched: {cause.strerror}") from cause
 
 
 def _running_pid() -> int:

@@ -110,6 +110,26 @@ def test_one_of_an_earlier_run_is_taken_over_and_ended(play: Path, caplog: pytes
     assert not earlier.running()
 
 
+def test_one_that_ends_while_it_is_taken_over_is_started_again(play: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = make()
+    earlier.connect()
+    first = pid(play)
+    opened = os.pidfd_open
+
+    def too_late(number: int) -> int:
+        monkeypatch.setattr(os, "pidfd_open", opened)
+        earlier.end(5)
+        return opened(number)
+
+    monkeypatch.setattr(os, "pidfd_open", too_late)
+    charon = make()
+    with pytest.raises(CharonError, match=rf"charon \(process {first}\) cannot be watched: No such process"):
+        charon.connect()
+    charon.connect()
+    assert pid(play) != first
+    charon.end(5)
+
+
 def test_one_of_somebody_else_is_left_alone_and_named(play: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != MARK}
     with subprocess.Popen([play / "charon"], env=env) as foreign:
