@@ -12,7 +12,7 @@ from typing import Final
 from backends.api import CLOSE_WITHIN_S, Carrier
 from backends.dataplane.model import Change
 from backends.ipsec.charon import Charon
-from backends.ipsec.connections import Connection, Terms, Watch, connections, peer_of, steps
+from backends.ipsec.connections import Connection, Terms, Watch, connections, ours, peer_of, steps
 from backends.ipsec.vici import CharonError, RefusedError, Vici
 from backends.kernel.sockets import BATCH
 from backends.kernel.xfrm import read_policies, remove_associations, request_policies
@@ -115,8 +115,7 @@ class IpsecCarrier(Carrier):
 
     def _serve(self, control: Vici) -> None:
         """Tell charon what is wanted, as long as it lives. Raises CharonError, RefusedError."""
-        mine = f"{self.terms.public}-"
-        loaded: dict[str, Connection | None] = {name: None for name in control.names() if name.startswith(mine)}
+        loaded: dict[str, Connection | None] = {name: None for name in control.names() if ours(name, self.terms)}
         owners: set[str] = set()
         self._watch = Watch()
         told: Mapping[str, Connection] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network
@@ -105,8 +106,18 @@ class Connection:
         return {self.name: connection}
 
 
+_ADDRESS: Final = r"\d+\.\d+\.\d+\.\d+"
+_NAME: Final = re.compile(rf"({_ADDRESS})(?:-{_ADDRESS}/\d+){{2}}-({_ADDRESS})")
+
+
+def ours(name: str, terms: Terms) -> bool:
+    """Whether a connection has a name as we give them."""
+    found = _NAME.fullmatch(name)
+    return found is not None and found[1] == str(terms.public)
+
+
 def peer_of(name: str) -> IPv4Address:
-    """Return the peer's address in the name of a connection."""
+    """Return the peer's address in the name of a connection of ours."""
     return IPv4Address(name.rpartition("-")[2])
 
 

@@ -117,15 +117,16 @@ def until(what: str, probe: Callable[[], Any]) -> None:
 
 
 def test_charon_gets_the_connections_and_secrets_that_peers_need_and_no_others() -> None:
-    control = FakeVici("192.0.2.1-10.5.1.0/24-10.5.9.0/24-192.0.2.9", "an operator's")
+    theirs = dict.fromkeys(("an operator's", "192.0.2.1-to-hq", "192.0.2.11-10.5.1.0/24-10.5.9.0/24-192.0.2.9"))
+    control = FakeVici("192.0.2.1-10.5.1.0/24-10.5.9.0/24-192.0.2.9", *theirs)
     with running(FakeCharon(control)) as carrier:
         assert carrier.unready()
         carrier.carry(OWN, [lease(2), lease(3), lease(4, "udp")])
         until("ready", lambda: not carrier.unready())
-        assert control.held == {"an operator's": None, **{connection(n).name: connection(n) for n in (2, 3)}}
+        assert control.held == {**theirs, **{connection(n).name: connection(n) for n in (2, 3)}}
         assert control.owners == {"192.0.2.1", "192.0.2.2", "192.0.2.3"}
         carrier.carry(OWN, [lease(3)])
-        until("the end of one", lambda: list(control.held) == ["an operator's", connection(3).name])
+        until("the end of one", lambda: list(control.held) == [*theirs, connection(3).name])
         until("the end of its secret", lambda: control.owners == {"192.0.2.1", "192.0.2.3"})
         assert [str(peer) for _, peer in REMOVED] == ["192.0.2.9", "192.0.2.2"]
     assert tuple(map(str, REMOVED[-1])) == ("192.0.2.1", "None")
