@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 OUTPUT_LIMIT_BYTES = 64 << 10
 SHOWN_CHARACTERS = 200
@@ -37,7 +38,7 @@ class Runner:
         Standard output and standard error go to one file, not to a pipe: what a
         command leaves running in the background would keep a pipe open.
         """
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as taken:
+        with _unnamed_file() as given, _unnamed_file() as taken:
             given.write(text.encode())
             given.seek(0)
             try:
@@ -82,6 +83,14 @@ class Runner:
             self._aborted = True
             if self._process is not None:
                 _kill(self._process)
+
+
+def _unnamed_file() -> IO[bytes]:
+    """Return a file that goes when it is closed, in memory where no directory takes one: in a read-only container."""
+    try:
+        return tempfile.TemporaryFile()
+    except FileNotFoundError:
+        return os.fdopen(os.memfd_create("flannel-command"), "w+b")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -204,3 +205,9 @@ def test_command_ended_by_a_signal_is_a_failure() -> None:
 def test_environment_is_inherited() -> None:
     result = Runner().run(["sh", "-c", "echo $PATH $SUBNET"], {"SUBNET": "10.5.2.0/24"}, "\n", WAIT_S)
     assert result.output == f"{os.environ['PATH']} 10.5.2.0/24"
+
+
+def test_commands_run_where_no_directory_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    assert Runner().run(["cat"], {}, "through\n", WAIT_S).output == "through"
