@@ -141,6 +141,8 @@ def _parting(name: str, notifier: Notifier) -> dict[str, int]:
 
 def _start_anew(copies: Mapping[str, int]) -> None:
     """Replace the program by itself, as it was called."""
+    # Until it listens itself, this is inherited: another wish for a restart must not end it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.shutdown()
     sys.stderr.flush()
     environ = {**os.environ, **passing_on(copies)}
@@ -232,7 +234,7 @@ def _plan(options: Options) -> Plan:
 
 
 class _Signals:
-    """SIGTERM, SIGINT and SIGHUP wake the main thread; a second one ends the process at once.
+    """SIGTERM, SIGINT and SIGHUP wake the main thread; a second SIGTERM or SIGINT ends the process at once.
 
     The handlers run between two byte codes of the main thread, which may hold
     any lock: so they take none, and the waking is done by the interpreter
@@ -249,9 +251,11 @@ class _Signals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._name:
+        name = signal.Signals(number).name
+        if not self._name:
+            self._name = name
+        elif name != ANEW:
             os._exit(0)
-        self._name = signal.Signals(number).name
 
     def wake(self) -> None:
         """Let ``wait`` return without a signal; callable from any thread."""

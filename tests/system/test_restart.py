@@ -61,6 +61,18 @@ def test_E05_five_started_at_once_share_a_pool_of_five_and_restarts_lose_nothing
     all_is_consistent(network)
 
 
+def test_wishes_for_a_restart_in_place_that_pile_up_end_nobody(network: Network) -> None:
+    a = network.host(ready=True)
+    pid = a.daemon.pid
+    a.daemon.notify.clear()
+    for _ in range(50):
+        a.daemon.signal(signal.SIGHUP)
+        time.sleep(0.02)
+    a.daemon.wait_ready()
+    assert a.daemon.pid == pid
+    network.settled()
+
+
 def test_E05_subnet_of_an_old_file_is_not_taken_from_its_new_holder(make_network: Callable[..., Network]) -> None:
     network = make_network()
     a, b = network.host(ready=True), network.host()
