@@ -15,7 +15,7 @@ from subnet.model import IPNetwork
 _QUOTED = re.compile(r"[^A-Za-z0-9_.\-/=,:@+]")
 _WORD = re.compile(r'"((?:\\.|[^"\\])*)"|(\S+)')
 _ESCAPE = re.compile(r"\\(.)")
-_UNCONDITIONAL = re.compile(r'(-m comment --comment ("(\\.|[^"\\])*"|\S+) )?-j (\w+)\b')
+_UNCONDITIONAL = re.compile(r'(-m comment --comment ("(\\.|[^"\\])*"|\S+) )?-j (\S+)')
 _INCOMPATIBLE = re.compile(r"^# Table `(\w+)' is incompatible", re.MULTILINE)
 
 

@@ -166,6 +166,7 @@ def test_target_of(text: str, target: str) -> None:
         ("-i eth0 -j DROP", False),
         ("-m conntrack --ctstate INVALID -j DROP", False),
         ("-j DROPPED", False),
+        ("-j DROP-INVALID", False),
         ("-j ACCEPT", False),
     ],
 )
