@@ -7,13 +7,13 @@ from contextlib import closing
 
 from flanneld.traffic.look import Look
 from flanneld.traffic.nfnetlink import GET_CHAIN, GET_RULE, Questions, text_attribute
-from flanneld.traffic.nft_entry import decode
+from flanneld.traffic.nft_entry import decode, opaque
 from flanneld.traffic.render import Saved
 from flanneld.traffic.rules import RuleSet
 from subnet.model import Family
 
 _PROTOCOL: Mapping[Family, int] = {4: 2, 6: 10}
-_TABLE, _CHAIN_OF_RULE, _EXPRESSIONS = 1, 2, 4
+_TABLE, _CHAIN_OF_RULE, _EXPRESSIONS, _USER_DATA = 1, 2, 4, 7
 _NAME, _USE = 3, 6
 
 
@@ -51,4 +51,9 @@ def _rules(questions: Questions, family: Family, table: bytes, chain: str) -> tu
     answer = questions.ask(GET_RULE, _PROTOCOL[family], body, dump=True)
     # Kernels before 4.12 answer with the rules of all chains.
     mine = (said for said in answer if said[_CHAIN_OF_RULE].rstrip(b"\0").decode() == chain)
-    return tuple(decode(said[_EXPRESSIONS], family) for said in mine)
+    return tuple(_text(said, family) for said in mine)
+
+
+def _text(said: Mapping[int, bytes], family: Family) -> str:
+    # A comment may stand beside the expressions: nft puts it there, and so did iptables 1.8.0 to 1.8.2.
+    return opaque(said[_EXPRESSIONS]) if _USER_DATA in said else decode(said[_EXPRESSIONS], family)

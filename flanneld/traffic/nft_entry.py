@@ -41,7 +41,7 @@ Attributes = Mapping[int, bytes]
 def decode(expressions: bytes, family: Family) -> str:
     """Return the rule as iptables-save prints it if it says only what ``Rule`` can say.
 
-    Any other reads ``-m opaque -j CHAIN`` if it leads to a chain, else ``-m opaque``.
+    Any other is ``opaque``.
     """
     reading = _Reading(family)
     try:
@@ -51,8 +51,13 @@ def decode(expressions: bytes, family: Family) -> str:
             _READERS[name](reading, attributes(parts.get(_DATA, b"")))
         return rule_text(Rule(**reading.found))  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError, struct.error):
-        target = next(iter(jumps(expressions)), "")
-        return f"{OPAQUE} -j {target}" if target else OPAQUE
+        return opaque(expressions)
+
+
+def opaque(expressions: bytes) -> str:
+    """Return ``-m opaque -j CHAIN`` if the rule leads to a chain, else ``-m opaque``."""
+    target = next(iter(jumps(expressions)), "")
+    return f"{OPAQUE} -j {target}" if target else OPAQUE
 
 
 def jumps(expressions: bytes) -> Iterator[str]:

@@ -135,3 +135,17 @@ def test_what_has_to_be_repaired_is_seen(tables: Tables, damage: str, family: Fa
     untouched = looked(tables, other)
     assert untouched is not None
     assert untouched.tables == printed(tables, other)
+
+
+def test_a_comment_that_is_none_of_the_expressions_is_left_to_a_whole_reading(namespace: Namespace) -> None:
+    # So iptables 1.8.0 to 1.8.2 wrote them.
+    for command in (
+        "add table ip filter",
+        "add chain ip filter FLANNEL-FWD",
+        "add chain ip filter FORWARD { type filter hook forward priority filter; }",
+        'add rule ip filter FORWARD counter jump FLANNEL-FWD comment "flanneld forward"',
+        'add rule ip filter FLANNEL-FWD ip saddr 10.5.0.0/16 counter accept comment "flanneld forward"',
+    ):
+        namespace.run("nft", command)
+    with namespace.inside():
+        assert nft_chains.read_chains(4, decide(POLICY, 4), understood=False) is None
