@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from subnet.errors import LeaseDataError
+from subnet.etcd.records import unchanged
 from subnet.etcd.store import KeyValue
 from subnet.model import IPAddress, Lease, LeaseAttrs
 from subnet.wire import decode_attrs, encode_attrs, unknown_members
@@ -27,7 +28,7 @@ def judge(held: Lease, found: KeyValue | None) -> Verdict:
     """Compare the lease as held with its key as it is now."""
     if found is None:
         return Verdict.GONE
-    if found.mod_revision == held.revision:
+    if unchanged(held, found):
         return Verdict.KEPT
     attrs = readable(found.value)
     if attrs == held.attrs:

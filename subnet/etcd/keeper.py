@@ -14,7 +14,7 @@ from subnet.errors import Closed, Conflict, DatastoreError, NoFreeSubnet, Unavai
 from subnet.etcd.claims import Claims, Held, by_key
 from subnet.etcd.decide import FlipGuard, Verdict, as_own, identity, judge, readable
 from subnet.etcd.layout import Layout
-from subnet.etcd.records import occupied
+from subnet.etcd.records import occupied, unchanged
 from subnet.etcd.settings import EtcdSettings
 from subnet.etcd.store import KeyEvent, KeyValue, Store
 from subnet.manager import LeaseRequest, OwnLease, Post
@@ -90,7 +90,7 @@ class Keeper:
             held = self._held
             if held is None or self._busy:
                 self._doubt = True
-            elif any(kv.key == held.lease.key and kv.mod_revision == held.lease.revision for kv in kvs):
+            elif any(kv.key == held.lease.key and unchanged(held.lease, kv) for kv in kvs):
                 return
             self._doubt = True
             self._wake()

@@ -24,6 +24,15 @@ def read_lease(layout: Layout, kv: KeyValue) -> Lease:
     return Lease(subnets, attrs, kv.key, kv.lease_id, kv.mod_revision)
 
 
+def unchanged(lease: Lease, kv: KeyValue) -> bool:
+    """Whether a key is in the very state that the lease was read from.
+
+    A store that lost everything counts its revisions from the beginning, but
+    hands out no etcd lease twice.
+    """
+    return (kv.key, kv.mod_revision, kv.lease_id) == (lease.key, lease.revision, lease.lease_id)
+
+
 def occupied(
     layout: Layout, kvs: Iterable[KeyValue], known: Callable[[KeyValue], Lease | None] = lambda _: None
 ) -> tuple[Lease, ...]:
@@ -84,7 +93,7 @@ class Records:
     def lease(self, kv: KeyValue) -> Lease | None:
         """Return the lease that was read from this very state of a key, None if it was not; from any thread."""
         known = self._known.get(kv.key)
-        return known if known is not None and known.revision == kv.mod_revision else None
+        return known if known is not None and unchanged(known, kv) else None
 
     def change(self, events: Iterable[KeyEvent]) -> tuple[Lease | Subnets, ...]:
         """Take over events and return what they change, in order."""

@@ -42,6 +42,8 @@ def found(value: LeaseAttrs | bytes, revision: int = 11, lease_id: int = 7) -> K
         (found(b"broken"), Verdict.REWRITTEN),
         (found(b"{}"), Verdict.REWRITTEN),
         (found(attrs("192.0.2.9")), Verdict.TAKEN),
+        # The store lost everything and counts anew.
+        (found(attrs("192.0.2.9"), 10, lease_id=8), Verdict.TAKEN),
     ],
 )
 def test_E08_judge(now_there: KeyValue | None, verdict: Verdict) -> None:

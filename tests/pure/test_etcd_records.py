@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -77,6 +78,14 @@ def test_record_of_a_new_owner_does_not_inherit_the_old_content(records: Records
     records.replace([GOOD])
     records.change([removed(GOOD, 10), written(kv("10.5.1.0-24", "broken", 11, created=11))])
     assert records.replace([kv("10.5.1.0-24", "broken", 11, created=11)]) == ()
+
+
+def test_a_lease_is_known_by_the_very_state_of_its_key(records: Records) -> None:
+    (lease,) = records.replace([GOOD])
+    assert records.lease(GOOD) == lease
+    anew = kv("10.5.1.0-24", '{"PublicIP":"192.0.2.9"}', GOOD.mod_revision)
+    assert records.lease(replace(anew, mod_revision=3)) is None
+    assert records.lease(replace(anew, lease_id=8)) is None, "a store that lost everything counts anew"
 
 
 def test_unusable_value_still_occupies_its_subnet() -> None:
