@@ -13,21 +13,16 @@ from flanneld.healthz import Health
 from flanneld.systemd import Notifier
 from subnet.clock import SystemClock
 from tests.support.clock import ManualClock
+from tests.support.etcd import free_port
 
 pytestmark = pytest.mark.pure
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Site:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.health = Health(self.clock)
-        self.port = _free_port()
+        self.port = free_port()
         self.server = HealthServer("127.0.0.1", self.port, self.health, SystemClock())
         self.server.start()
 

@@ -9,6 +9,13 @@ from subnet.manager import LeasesChanged, StoreState
 pytestmark = pytest.mark.pure
 
 
+@pytest.fixture(autouse=True)
+def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly a test goes on, what it posts one after the other is a burst."""
+    monkeypatch.setattr(module, "SETTLE_LIMIT_S", 60.0)
+    monkeypatch.setattr(module, "QUIET_S", 60.0)
+
+
 def _change(revision: int) -> LeasesChanged:
     return LeasesChanged((), revision)
 

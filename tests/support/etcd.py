@@ -22,10 +22,18 @@ import pytest
 PREFIX = "/coreos.com/network"
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a port that nobody listens on, and never the same twice: who got it first need not listen yet."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def until(probe: Callable[[], object], timeout_s: float = 20.0, what: str = "condition") -> None:
