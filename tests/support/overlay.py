@@ -115,6 +115,8 @@ def stream(server: socket.socket, client: socket.socket, address: tuple[str, int
     with server, client:
         server.settimeout(60)
         client.settimeout(60)
+        # The last words of an earlier connection may still be on their way.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(address)
         server.listen()
         client.connect(address)
