@@ -67,6 +67,8 @@ class Seen:
     query: dict[str, str]
     headers: dict[str, str]
     body: str
+    state: tuple[int, int, int] = (0, 0, 0)
+    """Of the server when it came: cuts, freezes, and the oldest version that was not forgotten."""
     status: int = 0
 
     @property
@@ -220,6 +222,12 @@ class KubeApi:
         with self._news:
             self._freezes += 1
 
+    def note(self, seen: Seen) -> None:
+        """Take a request in. Whoever sees it from now on may cut, freeze or forget: it came before that."""
+        with self._news:
+            seen.state = self._cuts, self._freezes, self._oldest
+            self.requests.append(seen)
+
     def asked(self, verb: str, since: int = 0) -> list[Seen]:
         return [seen for seen in self.requests[since:] if seen.verb == verb]
 
@@ -361,12 +369,12 @@ class KubeApi:
         handler.json(200, {"kind": "NodeList", "apiVersion": "v1", "metadata": meta, "items": items}, cut=cut)
 
     def _watch(self, handler: _Handler, seen: Seen) -> None:
-        since = int(seen.query.get("resourceVersion") or 0)
+        since, (_, _, oldest) = int(seen.query.get("resourceVersion") or 0), seen.state
         handler.begin_stream()
         if seen.query.get("sendInitialEvents") == "true":
             handler.event("ERROR", _status(422, "sendInitialEvents is not served here"))
-        elif since < self._oldest:
-            handler.event("ERROR", _status(410, f"too old resource version: {since} ({self._oldest})"))
+        elif since < oldest:
+            handler.event("ERROR", _status(410, f"too old resource version: {since} ({oldest})"))
         else:
             self._stream(handler, seen, since)
         handler.end_stream()
@@ -374,7 +382,7 @@ class KubeApi:
     def _stream(self, handler: _Handler, seen: Seen, since: int) -> None:
         ends = time.monotonic() + float(seen.query.get("timeoutSeconds") or 3600)
         marks = seen.query.get("allowWatchBookmarks") in ("1", "true")
-        cuts, freezes, mark_at = self._cuts, self._freezes, time.monotonic() + self.bookmark_s
+        (cuts, freezes, _), mark_at = seen.state, time.monotonic() + self.bookmark_s
         while time.monotonic() < ends:
             with self._news:
                 if self._cuts != cuts:
@@ -466,7 +474,7 @@ def _handler(api: KubeApi) -> type[_Handler]:
             body = self.rfile.read(length).decode() if length else ""
             headers = {name.lower(): text for name, text in self.headers.items()}
             self.seen = Seen(time.monotonic(), self.command, parts.path, dict(parse_qsl(parts.query)), headers, body)
-            api.requests.append(self.seen)
+            api.note(self.seen)
             with suppress(OSError):
                 api.answer(self, self.seen)
 
