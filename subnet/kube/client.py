@@ -73,8 +73,11 @@ class KubeClient:
         }
         link, response = self._send(request, "GET", NODES, query, answer_s=WATCH_ANSWER_S)
         with self._lock:
-            self._stream = response
+            # Its way may have been given up while it was on it: then the next watch takes another.
+            self._stream = response if self._link is link else None
         try:
+            if self._stream is None:
+                return
             _wait_up_to(response, SILENCE_S)
             # The first block is empty: it says that the server took the request.
             yield b""

@@ -538,6 +538,28 @@ def test_underlay_changes_make_it_ask_anew(kube: KubeApi, a: KubeNode) -> None:
     sees(a, 2)
 
 
+def test_an_underlay_change_counts_for_a_watch_that_has_no_answer_yet(
+    kube: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, asked = kube.answer, threading.Event()
+
+    def late(handler: Any, seen: Any) -> None:
+        if seen.verb == "watch":
+            asked.wait(20)
+        answer(handler, seen)
+
+    monkeypatch.setattr(kube, "answer", late)
+    kube.node("n1", ["10.5.1.0/24"])
+    with kube_node(kube, tmp_path) as a:
+        a.acquire(request())
+        until(lambda: kube.asked("watch"), what="watch")
+        kube.freeze()
+        a.manager.underlay_changed()
+        asked.set()
+        peer(kube, 2)
+        sees(a, 2)
+
+
 def test_close_ends_the_threads_at_once(kube: KubeApi, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     kube.node("n1", ["10.5.1.0/24"])
