@@ -16,7 +16,7 @@ from subnet.errors import KernelError
 from subnet.leaseset import LeaseSet, checks_for
 from subnet.manager import LeasesChanged, LeasesListed
 from subnet.model import FAMILIES, IPAddress, Lease, Subnets
-from subnet.parting import Parting
+from subnet.parting import GRACE_S, RETURN_S, Parting
 from subnet.peers import PeerSet
 from subnet.report import Reporter
 
@@ -46,11 +46,11 @@ class Peering:
 
     def listed(self, event: LeasesListed) -> None:
         """Take over a full list. A peer that is not in it stays for a moment: see ``part``."""
-        self.leases.listed(event)
+        grace_s = RETURN_S if self.leases.listed(event) else GRACE_S
         known, now = self._peers.leases(), self._clock.now()
         for gone in known:
             if gone.subnets not in self.leases and gone.subnets not in self._parting:
-                self._parting.begin(gone, now)
+                self._parting.begin(gone, now, grace_s)
         if self._parting.next_at is not None:
             for lease in event.leases:
                 self._parting.came(lease)

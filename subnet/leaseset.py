@@ -33,12 +33,14 @@ class LeaseSet:
         self.complete = False
         """Whether it came from the datastore; before that the set says nothing about what is gone."""
 
-    def listed(self, event: LeasesListed) -> None:
-        """Replace everything. A lower revision than before means that the store began anew."""
+    def listed(self, event: LeasesListed) -> bool:
+        """Replace everything. Return whether the revision is lower than before: the store began anew."""
+        anew = event.revision < self._revision
         self._leases = {lease.subnets: lease for lease in event.leases}
         self._revision = event.revision
         self._sorted = None
         self.synced, self.complete = True, event.complete
+        return anew
 
     def __len__(self) -> int:
         return len(self._leases)

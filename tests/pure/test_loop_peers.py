@@ -142,6 +142,17 @@ def test_E15_a_peer_that_a_list_lacks_has_its_moment_too(tmp_path: Path) -> None
     assert node.routes == {"10.5.9.0/24"}
 
 
+def test_E15_in_a_store_that_began_anew_peers_have_time_to_come_back(tmp_path: Path) -> None:
+    node = Node(tmp_path).started(peer(2), peer(3))
+    before = node.kernel.state
+    node.play(LeasesListed((), 2), 10.0)
+    assert node.kernel.state == before
+    node.play(LeasesChanged((peer(2, revision=3),), 3), LeasesListed((peer(2, revision=3),), 4), 4.0)
+    assert node.kernel.state == before
+    node.play(2.0)
+    assert node.routes == {"10.5.2.0/24"}
+
+
 def test_cached_leases_make_ready_fill_gaps_and_remove_nothing(tmp_path: Path) -> None:
     node = Node(tmp_path).started(peer(2, "02:00:00:00:00:22"), peer(3))
     held, link = node.kernel.state, node.kernel.held["flannel.1"]
