@@ -202,10 +202,11 @@ class Site:
         """Return a new network; with ``config`` None the key is missing."""
         return Network(self.lab, f"/net{next(self._serial)}.test/network", config)
 
-    def wipe_etcd(self) -> None:
-        """Let etcd lose everything and start anew."""
+    def wipe_etcd(self, away_s: float = 0.0) -> None:
+        """Let etcd lose everything and start anew, after ``away_s`` seconds."""
         self.lab.etcd.kill()
         shutil.rmtree(self.lab.etcd.directory / "data")
+        time.sleep(away_s)
         self.lab.etcd.start()
 
 
