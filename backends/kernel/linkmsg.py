@@ -1,9 +1,10 @@
-"""Wire format of links, addresses and look-ups: what every start asks the kernel, and what makes a VXLAN device.
+"""Wire format of links, addresses and look-ups: what every start asks the kernel, and what makes a tunnel device.
 
-Pure encoding and decoding. Other kinds of devices are made through pyroute2,
-which takes longer to load than all else together. Sources: rtnetlink(7),
-linux/if_link.h, linux/if_addr.h, linux/if_tunnel.h; encodings are compared
-with pyroute2's in the tests.
+Pure encoding and decoding. pyroute2 takes longer to load than all else
+together, and a device that somebody deleted is to be back sooner; only
+WireGuard's are made through it. Sources: rtnetlink(7), linux/if_link.h,
+linux/if_addr.h, linux/if_tunnel.h; encodings are compared with pyroute2's in
+the tests.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface
 
-from backends.dataplane.model import Address, Ip6Tunnel, Ipip, Link, LinkSpec, Tunnel, Vxlan
+from backends.dataplane.model import Address, Ip6Tunnel, Ipip, Link, LinkSpec, Tunnel, Vxlan, Wireguard
 from backends.kernel.rtnl import (
     ADDRESS_FAMILY,
     AF_INET,
@@ -54,9 +55,11 @@ IFLA_INFO_KIND, IFLA_INFO_DATA = 1, 2
 VXLAN_ID, VXLAN_GROUP, VXLAN_LINK, VXLAN_LOCAL, VXLAN_TTL, VXLAN_TOS, VXLAN_LEARNING = range(1, 8)
 VXLAN_PROXY, VXLAN_RSC, VXLAN_L2MISS, VXLAN_L3MISS, VXLAN_PORT, VXLAN_GROUP6, VXLAN_LOCAL6 = range(11, 18)
 VXLAN_UDP_ZERO_CSUM6_TX, VXLAN_UDP_ZERO_CSUM6_RX, VXLAN_GBP = 19, 20, 23
-IPTUN_LOCAL, IPTUN_REMOTE, IPTUN_ENCAP_TYPE, IPTUN_ENCAP_DPORT, IPTUN_COLLECT_METADATA = 2, 3, 15, 18, 19
-ENCAP_FOU = 1
-"""TUNNEL_ENCAP_FOU (linux/if_tunnel.h)."""
+IPTUN_LOCAL, IPTUN_REMOTE, IPTUN_TTL, IPTUN_TOS, IPTUN_PROTO, IPTUN_PMTUDISC = 2, 3, 4, 5, 9, 10
+IPTUN_ENCAP_TYPE, IPTUN_ENCAP_FLAGS, IPTUN_ENCAP_SPORT, IPTUN_ENCAP_DPORT, IPTUN_COLLECT_METADATA = range(15, 20)
+ENCAP_FOU, ENCAP_CSUM = 1, 1
+"""TUNNEL_ENCAP_FOU, TUNNEL_ENCAP_FLAG_CSUM (linux/if_tunnel.h)."""
+IPPROTO_IPV6 = 41
 IFA_LABEL = 3
 IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
 
@@ -119,19 +122,48 @@ def link_delete(index: int, sequence: int) -> bytes:
     return message(RTM_DELLINK, DELETE_FLAGS, sequence, _IFINFOMSG.pack(0, 0, 0, index, 0, 0))
 
 
-def vxlan_create(spec: LinkSpec, vxlan: Vxlan, sequence: int) -> bytes:
-    """Return the request that makes a VXLAN device. What is 0 here would otherwise be the kernel's choice."""
+def link_create(spec: LinkSpec, sequence: int) -> bytes:
+    """Return the request that makes a device, down and without addresses."""
     body = _IFINFOMSG.pack(0, 0, 0, 0, 0, 0) + attribute(IFLA_IFNAME, spec.name.encode() + b"\0")
     body += attribute(IFLA_MTU, _U32.pack(spec.mtu_bytes)) + attribute(IFLA_TXQLEN, _U32.pack(0))
     if spec.mac:
         body += attribute(IFLA_ADDRESS, bytes.fromhex(spec.mac.replace(":", "")))
-    body += _kind(Vxlan.kind, _vxlan_data(vxlan))
+    body += _kind(spec.tunnel.kind, _data(spec.tunnel))
     return message(RTM_NEWLINK, CREATE_FLAGS, sequence, body)
 
 
 def _kind(kind: str, data: bytes) -> bytes:
     info = attribute(IFLA_INFO_KIND, kind.encode() + b"\0") + attribute(IFLA_INFO_DATA | NLA_F_NESTED, data)
     return attribute(IFLA_LINKINFO | NLA_F_NESTED, info)
+
+
+def _data(tunnel: Tunnel) -> bytes:
+    """Return what makes the device. What is 0 here would otherwise be the kernel's choice."""
+    match tunnel:
+        case Vxlan():
+            return _vxlan_data(tunnel)
+        case Ipip():
+            return _ipip_data(tunnel)
+        case Ip6Tunnel():
+            # The protocol keeps it to IPv6 inside IPv6; any would be taken otherwise.
+            metadata = attribute(IPTUN_COLLECT_METADATA, b"") if tunnel.external else b""
+            return attribute(IPTUN_PROTO, _U8.pack(IPPROTO_IPV6)) + metadata
+        case Wireguard():
+            return b""
+
+
+def _ipip_data(ipip: Ipip) -> bytes:
+    zero = _U8.pack(0)
+    data = b"".join(attribute(kind, zero) for kind in (IPTUN_TTL, IPTUN_TOS, IPTUN_PMTUDISC))
+    for kind, end in ((IPTUN_LOCAL, ipip.local), (IPTUN_REMOTE, ipip.remote)):
+        data += attribute(kind, end.packed) if end is not None else b""
+    if ipip.fou_port:
+        # With a checksum outside, as a socket sends: without one receivers do not merge datagrams. The TTL stays that
+        # of the inner header: with one of its own the kernel would forbid fragmentation of every packet.
+        data += attribute(IPTUN_ENCAP_TYPE, _U16.pack(ENCAP_FOU)) + attribute(IPTUN_ENCAP_FLAGS, _U16.pack(ENCAP_CSUM))
+        for kind in (IPTUN_ENCAP_SPORT, IPTUN_ENCAP_DPORT):
+            data += attribute(kind, _PORT.pack(ipip.fou_port))
+    return data
 
 
 def _vxlan_data(vxlan: Vxlan) -> bytes:

@@ -1,9 +1,9 @@
 """The kernel of this network namespace, through rtnetlink.
 
-What a start needs (links, addresses, look-ups, VXLAN devices) is packed by
+What a start needs (links, addresses, look-ups, tunnel devices) is packed by
 ``linkmsg``, what grows with the number of peers (neighbours, FDB entries,
-routes) by ``rtnl``; the latter is sent in batches. Devices of other kinds are
-made through pyroute2, which is loaded for them only.
+routes) by ``rtnl``; the latter is sent in batches. WireGuard devices are made
+through pyroute2, which is loaded for them only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from backends.dataplane.model import (
     LinkSpec,
     ObservedState,
     Route,
-    Vxlan,
     Wireguard,
     WireguardPeer,
 )
@@ -195,22 +194,24 @@ class NetlinkKernel:
 
     def create_link(self, spec: LinkSpec) -> None:
         """Create the device, down and without addresses."""
-        tunnel = spec.tunnel
-        if isinstance(tunnel, Vxlan):
-            self._ask("create", f"device {spec.name}", lambda sequence: linkmsg.vxlan_create(spec, tunnel, sequence))
-            return
+        if isinstance(spec.tunnel, Wireguard):
+            self._create_wireguard(spec, spec.tunnel)
+        else:
+            self._ask("create", f"device {spec.name}", partial(linkmsg.link_create, spec))
+
+    def _create_wireguard(self, spec: LinkSpec, tunnel: Wireguard) -> None:
+        """Create the device, by ``wireguard-go`` where the kernel has none of that kind, and set it."""
         from backends.kernel import tunnels  # noqa: PLC0415 - brings pyroute2 in, which most starts do without
 
-        program = installed() if isinstance(tunnel, Wireguard) else None
         try:
             tunnels.create(spec)
         except KernelError as error:
+            program = installed()
             if error.errno != errno.EOPNOTSUPP or program is None:
                 raise
             self._wireguard_go.create(spec.name, program)
             self.set_link(spec.name, mtu_bytes=spec.mtu_bytes)
-        if isinstance(spec.tunnel, Wireguard):
-            self._set_wireguard(spec.name, spec.tunnel)
+        self._set_wireguard(spec.name, tunnel)
 
     def delete_link(self, name: str) -> None:
         """Delete the device."""

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.pure
 
 V4, V6 = st.ip_addresses(v=4), st.ip_addresses(v=6)
 MAC = st.binary(min_size=6, max_size=6).map(lambda raw: raw.hex(":"))
+END = st.none() | st.ip_addresses(network="192.0.2.0/24")
+IPIPS = st.builds(Ipip, local=END, remote=END, fou_port=st.integers(0, 65535))
 VXLANS = st.builds(
     Vxlan,
     vni=st.integers(0, (1 << 24) - 1),
@@ -89,7 +91,7 @@ def test_change_of_a_device_is_encoded_as_pyroute2_does(up: bool | None, mtu: in
 
 @given(VXLANS, MAC)
 def test_vxlan_device_is_asked_for_in_words_that_pyroute2_reads(vxlan: Vxlan, mac: str) -> None:
-    buffer = linkmsg.vxlan_create(LinkSpec("flannel.1", 4, vxlan, 1450, mac), vxlan, 9)
+    buffer = linkmsg.link_create(LinkSpec("flannel.1", 4, vxlan, 1450, mac), 9)
     message = _decoded(ifinfmsg, buffer)
     assert (message["header"]["type"], message["header"]["flags"]) == (16, 0x605)
     attrs = _nested(message)
@@ -119,8 +121,46 @@ def test_vxlan_device_is_asked_for_in_words_that_pyroute2_reads(vxlan: Vxlan, ma
 
 @given(VXLANS, MAC)
 def test_vxlan_device_survives_the_way_through_the_wire(vxlan: Vxlan, mac: str) -> None:
-    buffer = linkmsg.vxlan_create(LinkSpec("flannel.1", 4, vxlan, 1450, mac), vxlan, 9)
+    buffer = linkmsg.link_create(LinkSpec("flannel.1", 4, vxlan, 1450, mac), 9)
     assert linkmsg.decode_link(buffer, _header(buffer)) == Link("flannel.1", 0, "vxlan", mac, 1450, False, vxlan)
+
+
+def _asked_for(spec: LinkSpec) -> tuple[str, dict[str, Any]]:
+    """Return kind and data of the device that a request names, in pyroute2's words."""
+    message = _decoded(ifinfmsg, linkmsg.link_create(spec, 9))
+    assert (message["header"]["type"], message["header"]["flags"]) == (16, 0x605)
+    attrs = _nested(message)
+    info = _nested(attrs.pop("IFLA_LINKINFO"))
+    assert attrs == {"IFLA_IFNAME": spec.name, "IFLA_MTU": spec.mtu_bytes, "IFLA_TXQLEN": 0}
+    return info["IFLA_INFO_KIND"], _nested(info["IFLA_INFO_DATA"])
+
+
+@given(IPIPS)
+def test_ipip_device_is_asked_for_in_words_that_pyroute2_reads(ipip: Ipip) -> None:
+    expected: dict[str, object] = dict.fromkeys((f"IFLA_IPIP_{name}" for name in ("TTL", "TOS", "PMTUDISC")), 0)
+    if ipip.local is not None:
+        expected["IFLA_IPIP_LOCAL"] = str(ipip.local)
+    if ipip.remote is not None:
+        expected["IFLA_IPIP_REMOTE"] = str(ipip.remote)
+    if ipip.fou_port:
+        expected |= {"IFLA_IPIP_ENCAP_TYPE": 1, "IFLA_IPIP_ENCAP_FLAGS": 1}
+        expected |= {"IFLA_IPIP_ENCAP_SPORT": ipip.fou_port, "IFLA_IPIP_ENCAP_DPORT": ipip.fou_port}
+    assert _asked_for(LinkSpec("flannel.ipip", 4, ipip, 1480)) == ("ipip", expected)
+
+
+@given(IPIPS)
+def test_ipip_device_survives_the_way_through_the_wire(ipip: Ipip) -> None:
+    buffer = linkmsg.link_create(LinkSpec("flannel.ipip", 4, ipip, 1480), 9)
+    assert linkmsg.decode_link(buffer, _header(buffer)) == Link("flannel.ipip", 0, "ipip", "", 1480, False, ipip)
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_ipv6_tunnel_is_asked_for_in_words_that_pyroute2_reads(external: bool) -> None:
+    spec = LinkSpec("flannel-v6.ipip", 6, Ip6Tunnel(external), 1460)
+    metadata = {"IFLA_IP6TNL_COLLECT_METADATA": True} if external else {}
+    assert _asked_for(spec) == ("ip6tnl", {"IFLA_IP6TNL_PROTO": 41, **metadata})
+    buffer = linkmsg.link_create(spec, 9)
+    assert linkmsg.decode_link(buffer, _header(buffer)).tunnel == spec.tunnel
 
 
 def _link(kind: str, data: list[Any], flags: int = 0) -> Link:
