@@ -10,7 +10,7 @@ import itertools
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from ipaddress import IPv4Interface, IPv6Interface
+from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from typing import Any
 
 from flanneld.ctl.lab import Lab
@@ -31,6 +31,7 @@ DEVICES: Mapping[str, Mapping[int, str]] = {
 OVERHEAD: Mapping[str, Mapping[int, int]] = {"vxlan": {4: 50, 6: 70}, "ipip": {4: 20, 6: 40}, "host-gw": {4: 0, 6: 0}}
 UNDERLAY_MTU = 1500
 ROUTER = {4: SWITCH_V4, 6: SWITCH_V6}
+FAR_ROUTER = {4: "198.51.100.254", 6: "2001:db8:2::fe"}
 NETWORKS = ("10.5.", "fd05:")
 
 IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_DO = 10, 23, 2
@@ -54,26 +55,35 @@ class Segments:
 
     def join(self) -> None:
         """Move h3 to the other segment and make the switch a router."""
-        switch, far = self.lab.switch, self.far
+        switch = self.lab.switch
         switch.ip(
             "link add br1 address 02:00:00:00:01:fe type bridge",
             "link set br1 up",
-            "addr add 198.51.100.254/24 dev br1",
-            "addr add 2001:db8:2::fe/64 dev br1 nodad",
+            f"addr add {FAR_ROUTER[4]}/24 dev br1",
+            f"addr add {FAR_ROUTER[6]}/64 dev br1 nodad",
             "link set h3-eth0 master br1",
         )
         for key in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
             switch.sysctl(f"net/{key}", "1")
-        far.namespace.ip("addr flush dev eth0 scope global")
-        if far.v4:
-            far.v4 = IPv4Interface("198.51.100.3/24")
-            far.namespace.ip(f"addr add {far.v4} dev eth0", "route replace default via 198.51.100.254")
-        if far.v6:
-            far.v6 = IPv6Interface("2001:db8:2::3/64")
-            far.namespace.ip(f"addr add {far.v6} dev eth0 nodad", "route replace default via 2001:db8:2::fe")
+        self._house()
+
+    def _house(self) -> None:
+        """Give each host an address on its segment, and a default route, in the families of the config alone."""
+        for host in self.lab.hosts:
+            number, router = self.lab.hosts.index(host) + 1, FAR_ROUTER if host is self.far else ROUTER
+            host.v4 = IPv4Interface(f"{router[4].rpartition('.')[0]}.{number}/24") if 4 in self.families else None
+            host.v6 = IPv6Interface(f"{router[6].removesuffix('fe')}{number}/64") if 6 in self.families else None
+            lines = ["addr flush dev eth0 scope global", "link set eth0 down", "link set eth0 up"]
+            for a in host.addresses:
+                lines.append(f"addr add {a} dev eth0{' nodad' if a.version == 6 else ''}")
+                lines.append(f"route replace default via {router[a.version]}")
+            host.namespace.ip(*lines)
 
     def change(self, backend: Mapping[str, Any], family: FamilyChoice, within_s: float = 60.0) -> None:
-        """Let all hosts run another config, after a restart, with containers that fit it."""
+        """Let all hosts run another config, after a restart, with addresses and containers that fit it.
+
+        They are to know the store by an address of either family.
+        """
         for host in self.lab.hosts:
             host.daemon.signal(signal.SIGTERM)
         for host in self.lab.hosts:
@@ -83,9 +93,15 @@ class Segments:
             host.pods.clear()
             host.namespace.ip("link del cni0")
         self.choose(backend, family)
+        self._house()
         self.lab.start()
 
     # -- what is where ------------------------------------------------------
+
+    def underlay(self, host: Host) -> tuple[int, ...]:
+        """Return the families in which a host has addresses on its segment, as the kernel says."""
+        found = {ip_interface(address) for address in host.namespace.addresses("eth0")}
+        return tuple(sorted({address.version for address in found if not address.ip.is_link_local}))
 
     def pairs(self) -> Iterator[tuple[Host, Host]]:
         """Return the ordered pairs that the backend can join: host-gw does not cross a router."""

@@ -33,6 +33,7 @@ def segments(request: pytest.FixtureRequest) -> Iterator[Segments]:
 def test_state_is_the_documented_one_and_full_packets_pass_both_ways(segments: Segments) -> None:
     settle("entries", segments.lacking, 20)
     settle("packets", segments.silent, 20)
+    assert {segments.underlay(host) for host in segments.lab.hosts} == {segments.families}
 
 
 def test_I01_a_family_that_is_off_is_not_named(segments: Segments) -> None:
