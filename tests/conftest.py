@@ -9,8 +9,9 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.support.netns", "tests.support.etcd", "tests.support.kube"]
 
-# Machines that run the tests are slow and busy; a deadline would fail for the weather.
-settings.register_profile("project", deadline=None, max_examples=60)
+# Machines that run the tests are slow and busy; a deadline would fail for the weather, and examples drawn anew for luck.
+settings.register_profile("project", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("project")
 
 IN_GUEST = os.environ.get("FLANNELD_GUEST") == "1"
