@@ -9,7 +9,7 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.support.netns", "tests.support.etcd", "tests.support.kube"]
 
-# Machines that run the tests are slow and busy; a deadline would fail for the weather, and examples drawn anew for luck.
+# Machines that run the tests are slow and busy; a deadline would fail for the weather, new examples for luck.
 settings.register_profile("project", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("project")
