@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from subnet.errors import NoFreeSubnet
-from subnet.iptext import as_subnets, network_at
+from subnet.iptext import as_subnets, network_at, span_of
 from subnet.manager import LeaseRequest
 from subnet.model import FAMILIES, Family, IPNetwork, Lease, NetworkConfig, Pool, Subnets
 
@@ -100,7 +100,7 @@ def _create(request: LeaseRequest, own: Sequence[Lease], foreign: Sequence[Lease
         taken = _networks(foreign, family)
         for source in sources:
             subnet = source.subnets.of(family)
-            if subnet is not None and pool.holds(subnet) and not any(subnet.overlaps(other) for other in taken):
+            if subnet is not None and pool.holds(subnet) and not any(_meet(subnet, other) for other in taken):
                 chosen.append(subnet)
                 reserved |= source.reserved
                 break
@@ -134,8 +134,8 @@ def _occupied(pool: Pool, taken: Iterable[IPNetwork]) -> Iterator[tuple[int, int
     base, step, size = int(pool.first.network_address), pool.first.num_addresses, pool.size
     for network in taken:
         if network.version == pool.network.version:
-            start = int(network.network_address) - base
-            low, high = start // step, (start + network.num_addresses - 1) // step
+            first, last = span_of(network)
+            low, high = (first - base) // step, (last - base) // step
             if high >= 0 and low < size:
                 yield low, high
 
@@ -163,8 +163,9 @@ def _announces_us(lease: Lease, request: LeaseRequest) -> bool:
 
 def _is_recalled(lease: Lease, request: LeaseRequest) -> bool:
     """Whether this host held the subnet before, under another of its addresses."""
-    announced = {lease.attrs.public_ip, lease.attrs.public_ipv6}
-    return _shared(lease.subnets, request.previous) > 0 and not announced.isdisjoint(request.local_addresses)
+    if not _shared(lease.subnets, request.previous):
+        return False
+    return not request.local_addresses.isdisjoint({lease.attrs.public_ip, lease.attrs.public_ipv6})
 
 
 def _rank(lease: Lease, request: LeaseRequest) -> tuple[int, bool, str]:
@@ -182,4 +183,12 @@ def _shared(one: Subnets, other: Subnets | None) -> int:
 
 def _overlap(one: Subnets, other: Subnets) -> bool:
     pairs = ((one.of(family), other.of(family)) for family in FAMILIES)
-    return any(a is not None and b is not None and a.overlaps(b) for a, b in pairs)
+    return any(a is not None and b is not None and _meet(a, b) for a, b in pairs)
+
+
+def _meet(one: IPNetwork, other: IPNetwork) -> bool:
+    """Whether two networks overlap."""
+    if one.version != other.version:
+        return False
+    (first, last), (start, end) = span_of(one), span_of(other)
+    return first <= end and start <= last

@@ -61,6 +61,16 @@ def network_at(value: int, prefix_len: int, version: int) -> IPNetwork:
     return IPv6Network((value, prefix_len))
 
 
+def span_of(network: IPNetwork) -> tuple[int, int]:
+    """Return the first and the last address as integers.
+
+    Networks keep what they are asked for (broadcast address, number of
+    addresses), which for thousands of leases takes time and memory.
+    """
+    first = int(network.network_address)
+    return first, first + (1 << network.max_prefixlen - network.prefixlen) - 1
+
+
 def as_subnets(networks: Iterable[IPNetwork]) -> Subnets:
     """Return the pair of the first network of each family."""
     v4: IPv4Network | None = None

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Network, IPv6Network
 from itertools import pairwise
-from typing import TypeAlias
 
-from subnet.iptext import as_subnets
+from subnet.iptext import as_subnets, span_of
 from subnet.manager import LeasesChanged, LeasesListed
 from subnet.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, NetworkConfig, Pool, Subnets
 
@@ -149,13 +148,6 @@ _NO_HOST: Mapping[Family, tuple[IPNetwork, ...]] = {
 }
 """Unspecified, loopback, multicast, broadcast: addresses that no peer can have."""
 
-_Range: TypeAlias = tuple[int, int]
-
-
-def _range(network: IPNetwork) -> _Range:
-    first = int(network.network_address)
-    return first, first + (1 << network.max_prefixlen - network.prefixlen) - 1
-
 
 class Checks:
     """The checks of one address family.
@@ -175,10 +167,10 @@ class Checks:
         self.family, self.pool = family, pool
         self._own = own
         self._own_public = frozenset(int(address) for address in own_public if address.version == family)
-        self._underlay = [(network, _range(network)) for network in underlay if network.version == family]
-        self._network_range = _range(pool.network)
-        self._own_range = None if own is None else _range(own)
-        self._no_host = [_range(network) for network in _NO_HOST[family]]
+        self._underlay = [(network, span_of(network)) for network in underlay if network.version == family]
+        self._network_range = span_of(pool.network)
+        self._own_range = None if own is None else span_of(own)
+        self._no_host = [span_of(network) for network in _NO_HOST[family]]
 
     def alone(self, lease: Lease) -> str:
         """Return what is wrong with a lease whatever the others say; empty if nothing is."""
@@ -189,7 +181,7 @@ class Checks:
 
     def apart(self, leases: Sequence[Lease]) -> bool:
         """Whether no two of these leases overlap, whatever else is wrong with them."""
-        ranges = sorted(_range(subnet) for lease in leases if (subnet := lease.subnets.of(self.family)) is not None)
+        ranges = sorted(span_of(subnet) for lease in leases if (subnet := lease.subnets.of(self.family)) is not None)
         return all(left[1] < right[0] for left, right in pairwise(ranges))
 
     def judge(self, leases: Sequence[Lease]) -> Iterator[tuple[int, IPNetwork | str]]:
@@ -212,7 +204,7 @@ class Checks:
         # Where subnets are assigned from outside, the pool is the whole network and any part of it is plausible.
         shortest = min(network.prefixlen + 2, self.pool.subnet_len)
         longest = LONGEST_PEER_V4 if self.family == 4 else LONGEST_PEER_V6
-        first, last = _range(subnet)
+        first, last = span_of(subnet)
         if not self._network_range[0] <= first <= last <= self._network_range[1]:
             return f"is not inside the pod network {network}"
         if not shortest <= subnet.prefixlen <= longest:
@@ -247,13 +239,12 @@ class _Taken:
 
     def add(self, network: IPNetwork, holder: Lease) -> Lease | None:
         """Take the network's range; if it is taken in part, change nothing and return a holder."""
-        start = int(network.network_address)
-        end = start + network.num_addresses
-        at = bisect_right(self._starts, end - 1)
-        if at > 0 and self._holders[at - 1][0] > start:
+        first, last = span_of(network)
+        at = bisect_right(self._starts, last)
+        if at > 0 and self._holders[at - 1][0] >= first:
             return self._holders[at - 1][1]
-        self._starts.insert(at, start)
-        self._holders.insert(at, (end, holder))
+        self._starts.insert(at, first)
+        self._holders.insert(at, (last, holder))
         return None
 
 
