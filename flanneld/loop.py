@@ -76,8 +76,9 @@ class Owner:
         clock: Clock,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """``settled`` is called once, after readiness was told for the first time."""
-        self._plan, self._kernel, self._settled = plan, kernel, settled
+        """``settled`` is called once, when for the first time since readiness nothing happens for a while."""
+        self._plan, self._kernel = plan, kernel
+        self._settled: Callable[[], None] | None = settled
         self._manager = manager
         self._ruling = Ruling(plan, traffic_want, filter_want)
         self._inbox, self._health, self._notifier, self._clock = inbox, health, notifier, clock
@@ -143,10 +144,18 @@ class Owner:
                 log.error("not ready within --startup-timeout=%g s: %s", limit, self._health.reason)
                 self.exit_code = 1
                 return
-            for event in self._inbox.drain(self._sleep_s()):
-                self._take(event)
+            self._take_all()
 
     # -- what happened ----------------------------------------------------
+
+    def _take_all(self) -> None:
+        # Not in the loop, where the last event, maybe of thousands of entries, would be kept until the next comes.
+        events = self._inbox.drain(self._sleep_s())
+        for event in events:
+            self._take(event)
+        if not events and self._was_ready and self._settled is not None:
+            self._settled()
+            self._settled = None
 
     def _take(self, event: Event) -> None:
         match event:
@@ -481,9 +490,7 @@ class Owner:
         self._reporter.forget("ready")
         self._notifier.ready(status)
         self._manager.ready()
-        if not self._was_ready:
-            self._was_ready = True
-            self._settled()
+        self._was_ready = True
 
     def _not_ready(self, reason: str, known: bool = False) -> None:
         """Tell everybody why; what is ``known`` from the log is not logged again."""

@@ -30,7 +30,11 @@ def begin() -> None:
 
 
 def settle() -> None:
-    """After the first convergence: neither are the leases and entries known by then. Free memory goes back."""
+    """Once the start is over: neither are the leases and entries known by then. Free memory goes back.
+
+    Not before the kernel's answer to the first convergence, a notification per
+    entry, was heard: that takes memory of its own.
+    """
     gc.collect()
     gc.freeze()
     _call("malloc_trim", 0)

@@ -27,19 +27,19 @@ class Subnets:
 
     v4: IPv4Network | None = None
     v6: IPv6Network | None = None
-    _hash: int = field(init=False, repr=False, compare=False)
+    _number: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Leases are looked up by it in thousands, and ipaddress hashes slowly.
-        parts = self.v4 and int(self.v4.network_address), self.v6 and int(self.v6.network_address)
-        object.__setattr__(self, "_hash", hash(parts))
+        # Leases are looked up by it in thousands: ipaddress hashes slowly, and the number is there already.
+        network = self.v4 or self.v6
+        object.__setattr__(self, "_number", int(network.network_address) if network is not None else 0)
 
     def of(self, family: Family) -> IPNetwork | None:
         """Return the network of one family, None if the lease has none."""
         return self.v4 if family == 4 else self.v6
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._number)
 
     def __str__(self) -> str:
         return " and ".join(str(n) for n in (self.v4, self.v6) if n is not None)

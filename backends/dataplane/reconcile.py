@@ -89,10 +89,14 @@ class Reconciler:
             return False
         target = replace(event.target, device=self._indexes.get(event.index, ""))
         packer = self._table.packer
-        key = packer.key(target)
+        key, value = packer.entry(target)
         held = self._record.get(key)
-        # What is gone is known by its key alone: the kernel strips an entry (its MAC, say) before it removes it.
-        agrees = (held is None) if event.gone else held is not None and target in packer.targets(key, held)
+        if event.gone:
+            # It is known by its key alone: the kernel strips an entry (its MAC, say) before it removes it.
+            agrees = held is None
+        else:
+            # Equal bytes, as a rule; an object if its shape was learnt later than the other was packed.
+            agrees = held is not None and (held == value or target in packer.targets(key, held))
         if isinstance(target, Route) and target.device not in self._table.base.devices:
             # Routes of other devices come and go in thousands; only those at the place of ours matter.
             return key in self._table.entries and not agrees

@@ -84,9 +84,12 @@ class Monitor:
                 readable, _, _ = select.select([self._socket.fileno(), self._wake_read], [], [])
                 if self._wake_read in readable:
                     return
-                events = self._read()
-                if events:
-                    self._deliver(events)
+                self._take()
+
+    def _take(self) -> None:
+        # Not in the loop, where the last events, maybe thousands, would be kept until the next come.
+        if events := self._read():
+            self._deliver(events)
 
     def _read(self) -> list[KernelEvent]:
         """Take everything that waits, so that a burst is delivered as one.
