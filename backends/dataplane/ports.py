@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -20,12 +20,8 @@ class Failure:
     error: KernelError
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What the kernel holds, packed. ``silent`` are the peers that are sent to and do not answer."""
-
-    entries: Entries
-    silent: frozenset[WireguardPeer] = frozenset()
+See: TypeAlias = Callable[[Entries], None]
+"""Takes a part of what the kernel holds, packed: all that has one of its keys. There are as many parts as dumps."""
 
 
 class Kernel(Protocol):
@@ -47,10 +43,11 @@ class Kernel(Protocol):
         """Return the main tables' default routes of both families."""
         ...
 
-    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
-        """Return all addresses, routes and tunnel policies, and the neighbours, FDB entries and peers of ``devices``.
+    def survey(self, devices: Collection[str], packer: Packer, see: See) -> frozenset[WireguardPeer]:
+        """Show all addresses, routes and tunnel policies, and the neighbours, FDB entries and peers of ``devices``.
 
-        The endpoint of a live WireGuard peer that moved shows as it was last put.
+        The endpoint of a live WireGuard peer that moved shows as it was last
+        put. Returns the peers that are sent to and do not answer.
         """
         ...
 

@@ -17,7 +17,7 @@ from backends.dataplane.model import (
 )
 from backends.dataplane.packed import FDB, NEIGHBOUR, ROUTE, Entries, Key, observed_state, packed_state
 from backends.dataplane.ports import Failure, Kernel, KernelEvent, ObjectSeen, Overflow
-from backends.dataplane.record import Record
+from backends.dataplane.record import Record, Sight
 from backends.dataplane.table import WantedTable
 from subnet.report import Reporter
 
@@ -112,10 +112,11 @@ class Reconciler:
             self.doubt()
         record, self._record = self._record, None  # an exception on the way leaves doubt
         if record is None:
-            survey = self._kernel.survey(table.base.devices, table.packer)
-            record = Record(table, survey.entries)
+            sight = Sight(table.entries)
+            silent = self._kernel.survey(table.base.devices, table.packer, sight.see)
+            record = Record(table, sight.differing())
             self._failed.clear()
-            self._hear(table, survey.silent)
+            self._hear(table, silent)
             keys = record.unlike
         else:
             keys = table.dirty | self._failed.keys()

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from backends.dataplane.model import Route
 from backends.dataplane.packed import Entries, Key, Value
 from backends.dataplane.table import WantedTable
 
 
-def differing(held: Entries, wanted: Entries) -> set[Key]:
-    """Return the keys at which the kernel is not as wanted. What it holds besides is among them. Pure."""
-    found = {key for key, value in wanted.items() if held.get(key) != value}
-    found.update(held.keys() - wanted.keys())
-    return found
+class Sight:
+    """What is seen of the kernel, part by part, beside what is wanted. Pure."""
+
+    def __init__(self, wanted: Entries) -> None:
+        self._wanted = wanted
+        self._unseen = set(wanted)
+        self._other: Entries = {}
+
+    def see(self, part: Entries) -> None:
+        """Take a part, which has all that is there of its keys."""
+        wanted = self._wanted
+        self._other.update({key: value for key, value in part.items() if wanted.get(key) != value})
+        self._unseen.difference_update(part)
+
+    def differing(self) -> dict[Key, Value | None]:
+        """Return what is there where the kernel is not as wanted, None for nothing. What it holds besides is in it."""
+        return {**self._other, **dict.fromkeys(self._unseen)}
 
 
 class Record:
-    """The kernel as seen, ``held``, beside a table as it is: both change from then on."""
+    """The kernel as seen, ``differing`` from a table as it is: both change from then on."""
 
-    def __init__(self, table: WantedTable, held: Entries) -> None:
+    def __init__(self, table: WantedTable, differing: Mapping[Key, Value | None]) -> None:
         table.clean()
         self._table = table
-        self._other: dict[Key, Value | None] = {key: held.get(key) for key in differing(held, table.entries)}
+        self._other = dict(differing)
         """What is there where something else is wanted; None: nothing."""
 
     @property

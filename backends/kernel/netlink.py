@@ -32,7 +32,7 @@ from backends.dataplane.model import (
     WireguardPeer,
 )
 from backends.dataplane.packed import Entries, Packer, observed_state
-from backends.dataplane.ports import Failure, Survey
+from backends.dataplane.ports import Failure, See
 from backends.kernel import ethtool, linkmsg, rtnl, survey
 from backends.kernel.bulk import Bulk, Mode
 from backends.kernel.sockets import BATCH, Encode, NetlinkSocket, Refusal, kernel_error
@@ -93,32 +93,35 @@ class NetlinkKernel:
 
     def observe(self, devices: Collection[str]) -> ObservedState:
         """Return what ``survey`` does, as objects."""
-        packer = Packer(devices)
-        found = self.survey(devices, packer)
-        return replace(observed_state(packer, found.entries), silent=found.silent)
+        packer, entries = Packer(devices), Entries()
+        silent = self.survey(devices, packer, entries.update)
+        return replace(observed_state(packer, entries), silent=silent)
 
-    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
-        """Return all addresses, routes and policies, and the neighbours, FDB entries and peers of ``devices``."""
-        entries = packer.pack([*self.addresses(), *read_policies()])
+    def survey(self, devices: Collection[str], packer: Packer, see: See) -> frozenset[WireguardPeer]:
+        """Show all addresses, routes and policies, and the neighbours, FDB entries and peers of ``devices``.
+
+        Table by table: all at once would take memory that nothing else needs.
+        """
+        see(packer.pack([*self.addresses(), *read_policies()]))
         silent: frozenset[WireguardPeer] = frozenset()
         for device in devices:
             index = self._index(device)
             wireguard = self._wireguard_of(self._link_at(index, device))
             if wireguard is not None:
                 listed, unheard = wireguard.peers(index, device)
-                entries |= packer.pack(listed)
+                see(packer.pack(listed))
                 silent |= unheard
                 continue
             requests = [rtnl.dump_neighbours(family, index) for family in FAMILIES] + [rtnl.dump_fdb(index)]
             for request in requests:
                 buffers = self._channel.buffers(request, f"neighbours of {device}")
-                survey.add_neighbours(entries, packer, device, index, buffers)
+                see(survey.neighbours(packer, device, index, buffers))
         names, used_by = _names(), dict[bytes, int]()
         for family in FAMILIES:
             buffers = self._channel.buffers(rtnl.dump_routes(family), f"IPv{family} routes")
-            survey.add_routes(entries, packer, names, buffers, used_by)
+            see(survey.routes(packer, names, buffers, used_by))
         self._bulk.load(used_by)
-        return Survey(entries, silent)
+        return silent
 
     def put(self, entries: Entries, packer: Packer) -> list[Failure]:
         """Write many packed neighbours, FDB entries and routes, none of which is there, in their order."""

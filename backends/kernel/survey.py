@@ -34,8 +34,9 @@ _GATEWAY = ((RTA_DST, RTA_GATEWAY), (RTA_DST, RTA_NH_ID, RTA_GATEWAY))
 """The order in which the kernel writes them (fib_dump_info, rt6_fill_node)."""
 
 
-def add_neighbours(entries: Entries, packer: Packer, device: str, index: int, buffers: Iterable[bytes]) -> None:
-    """Add one device's permanent neighbours and FDB entries; zero and multicast MACs are the kernel's own."""
+def neighbours(packer: Packer, device: str, index: int, buffers: Iterable[bytes]) -> Entries:
+    """Return one device's permanent neighbours and FDB entries; zero and multicast MACs are the kernel's own."""
+    entries: Entries = {}
     for buffer in buffers:
         if _neighbour_run(entries, packer, device, index, buffer):
             continue
@@ -43,6 +44,7 @@ def add_neighbours(entries: Entries, packer: Packer, device: str, index: int, bu
             entry = _neighbour(buffer, header, index)
             if entry is not None:
                 packer.add(entries, replace(entry, device=device))
+    return entries
 
 
 def _neighbour(buffer: bytes, header: Header, index: int) -> Neighbour | FdbEntry | None:
@@ -71,10 +73,9 @@ def _neighbour_run(entries: Entries, packer: Packer, device: str, index: int, bu
     return _add_run(entries, [prefix + mac for mac in macs], addresses)
 
 
-def add_routes(
-    entries: Entries, packer: Packer, names: Mapping[int, str], buffers: Iterable[bytes], used_by: dict[bytes, int]
-) -> None:
-    """Add the main table's routes; ``used_by`` gets which nexthop object each names, if it names one."""
+def routes(packer: Packer, names: Mapping[int, str], buffers: Iterable[bytes], used_by: dict[bytes, int]) -> Entries:
+    """Return the main table's routes; ``used_by`` gets which nexthop object each names, if it names one."""
+    entries: Entries = {}
     for buffer in buffers:
         if _route_run(entries, packer, names, buffer, used_by):
             continue
@@ -83,6 +84,7 @@ def add_routes(
             if decoded is not None:
                 packer.add(entries, replace(decoded[1], device=names.get(decoded[0], "")))
         used_by.update(nexthops.users([buffer]))
+    return entries
 
 
 def _route_run(

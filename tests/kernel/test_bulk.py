@@ -110,7 +110,8 @@ def test_many_entries_are_there_and_are_found_again(
     shown = {(r["dst"], r["gateway"], tuple(r["flags"])) for r in routes.values()}
     assert shown == {(str(p[2].destination), str(p[0].address), ("onlink",)) for p in map(_peer, range(1, 1201))}  # type: ignore[union-attr]
     assert len(_objects(host)) == (1200 if mode == "always" and nexthops_known() else 0)
-    seen = kernel.survey([DEVICE], table.packer).entries
+    seen = Entries()
+    kernel.survey([DEVICE], table.packer, seen.update)
     assert {key: seen.get(key) for key in table.entries} == table.entries
     anew = make(mode)
     assert diff(anew.observe([DEVICE]), table.desired()) == ()
@@ -164,7 +165,7 @@ def test_route_with_its_gateway_inside_may_become_one_with_an_object_and_back(
     plain = make("never")
     plain.apply([Change("put", route)])
     assert "nhid" not in host.ip("route show 10.5.2.0/24")
-    kernel.survey([DEVICE], WantedTable(BASE).packer)
+    kernel.survey([DEVICE], WantedTable(BASE).packer, lambda _: None)
     assert kernel.apply([Change("put", route)]) == []
     assert "nhid" in host.ip("route show 10.5.2.0/24")
     assert isinstance(route, Route)
@@ -213,7 +214,7 @@ def test_lost_objects_are_made_anew(host: Namespace, kernel: NetlinkKernel) -> N
 
 def test_a_number_that_somebody_took_costs_one_attempt(host: Namespace, kernel: NetlinkKernel) -> None:
     table = _table(range(1, 4))
-    kernel.survey([DEVICE], table.packer)
+    kernel.survey([DEVICE], table.packer, lambda _: None)
     host.ip(f"nexthop add id {nexthops.FIRST_ID} via 10.5.77.0 dev {DEVICE} onlink")
     (failure,) = kernel.put(_ordered(table.entries), table.packer)
     assert failure.error.errno == errno.EEXIST

@@ -19,9 +19,10 @@ from backends.dataplane.model import (
     Tunnel,
     Vxlan,
     Wireguard,
+    WireguardPeer,
 )
 from backends.dataplane.packed import Entries, Packer
-from backends.dataplane.ports import Failure, Survey
+from backends.dataplane.ports import Failure, See
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -153,8 +154,8 @@ class FakeKernel:
     def default_routes(self) -> frozenset[Route]:
         return frozenset()
 
-    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
-        return Survey({})
+    def survey(self, devices: Collection[str], packer: Packer, see: See) -> frozenset[WireguardPeer]:
+        return frozenset()
 
     def put(self, entries: Entries, packer: Packer) -> list[Failure]:
         return []

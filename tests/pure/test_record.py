@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ipaddress import ip_address, ip_network
 
 import pytest
@@ -7,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.dataplane.model import DesiredState, FdbEntry, Route
-from backends.dataplane.packed import Entries
-from backends.dataplane.record import Record
+from backends.dataplane.packed import Entries, Key, Value
+from backends.dataplane.record import Record, Sight
 from backends.dataplane.table import WantedTable
 
 pytestmark = pytest.mark.pure
@@ -20,6 +21,12 @@ MACS = [f"02:00:00:00:00:{n:02x}" for n in range(4)]
 
 def _entry(mac: str, remote: int) -> FdbEntry:
     return FdbEntry(DEVICE, mac, ip_address(0xC0000200 + remote))
+
+
+def _differing(table: WantedTable, there: Entries) -> Mapping[Key, Value | None]:
+    sight = Sight(table.entries)
+    sight.see(there)
+    return sight.differing()
 
 
 STEPS = st.lists(
@@ -35,7 +42,7 @@ def test_it_tells_what_is_there_whatever_is_wanted_meanwhile(
     there: Entries = table.packer.pack([_entry(MACS[n], remote) for n, remote in seen])
     for n, remote in seen[:2]:
         table.put_objects(f"peer {n}", (n, ""), [_entry(MACS[n], remote)])
-    record = Record(table, dict(there))
+    record = Record(table, _differing(table, there))
     keys = [table.packer.key(_entry(mac, 1)) for mac in MACS]
     for what, n, remote in course:
         key = keys[n]
@@ -61,7 +68,7 @@ def test_nothing_is_kept_of_what_is_as_wanted() -> None:
     entries = [_entry(mac, n) for n, mac in enumerate(MACS, 1)]
     table.put_objects("peer", (1, ""), entries)
     foreign = Route(ip_network("172.16.0.0/16"), "eth0", ip_address("192.0.2.254"))
-    record = Record(table, table.packer.pack([*entries, foreign]))
+    record = Record(table, _differing(table, table.packer.pack([*entries, foreign])))
     assert record.unlike == {table.packer.key(foreign)}
     assert list(record.foreign_routes()) == [foreign]
     assert table.dirty == set()

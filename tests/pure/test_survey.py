@@ -37,13 +37,12 @@ def _neighbour(family: int, state: int, dst: str, mac: str, index: int = INDEX) 
 
 def _read(reader: Any, packer: Packer, buffers: list[bytes]) -> list[KernelObject]:
     """Return what a reader finds, as objects; whatever way it goes, buffer by buffer or message by message."""
-    entries: Entries = {}
-    reader(entries, packer, buffers)
+    entries: Entries = reader(packer, buffers)
     return [target for key, value in entries.items() for target in packer.targets(key, value)]
 
 
-def _neighbours(entries: Entries, packer: Packer, buffers: list[bytes]) -> None:
-    survey.add_neighbours(entries, packer, DEVICE, INDEX, buffers)
+def _neighbours(packer: Packer, buffers: list[bytes]) -> Entries:
+    return survey.neighbours(packer, DEVICE, INDEX, buffers)
 
 
 ENTRY = st.tuples(st.sampled_from([2, 7]), st.sampled_from([0x80, 0x80, 0x80, 0x02]), V4 | V6, UNICAST | MAC)
@@ -90,8 +89,8 @@ def _expected(n: int) -> Route:
     return Route(ip_network(f"10.5.{n}.0/24"), DEVICE, ip_address(f"10.5.{n}.0"), onlink=True)
 
 
-def _routes(entries: Entries, packer: Packer, buffers: list[bytes]) -> None:
-    survey.add_routes(entries, packer, NAMES, buffers, {})
+def _routes(packer: Packer, buffers: list[bytes]) -> Entries:
+    return survey.routes(packer, NAMES, buffers, {})
 
 
 ODD: list[tuple[bytes, Route | None]] = [
@@ -133,12 +132,11 @@ def test_objects_that_routes_name_are_told() -> None:
     ]  # fmt: skip
     packer, used_by = Packer([DEVICE]), dict[bytes, int]()
     packer.learn(_expected(1))
-    entries: Entries = {}
-    survey.add_routes(entries, packer, NAMES, [b"".join(numbered) + DONE], used_by)
+    entries = survey.routes(packer, NAMES, [b"".join(numbered) + DONE], used_by)
     assert used_by == {route_key(bytes((10, 5, n, 0)), 24): 1_420_000_000 + n for n in range(8)}
     assert entries == packer.pack([_expected(n) for n in range(8)])
     one_by_one = dict[bytes, int]()
-    survey.add_routes({}, packer, NAMES, numbered, one_by_one)
+    survey.routes(packer, NAMES, numbered, one_by_one)
     assert one_by_one == used_by
 
 
@@ -147,6 +145,6 @@ def test_garbage_is_no_fault(garbage: list[bytes], cut: int) -> None:
     whole = b"".join(_onlink(n) for n in range(6))
     buffers = [*(rtnl.message(24, 0, 5, bytes(12) + one) for one in garbage), whole[:cut], whole[: len(whole) - cut]]
     packer = Packer([DEVICE])
-    survey.add_routes({}, packer, NAMES, buffers, {})
-    survey.add_neighbours({}, packer, DEVICE, INDEX, [rtnl.message(28, 0, 5, bytes(12) + one) for one in garbage])
+    survey.routes(packer, NAMES, buffers, {})
+    survey.neighbours(packer, DEVICE, INDEX, [rtnl.message(28, 0, 5, bytes(12) + one) for one in garbage])
     survey.default_routes(NAMES, buffers)

@@ -9,9 +9,19 @@ from hashlib import sha256
 from ipaddress import ip_interface, ip_network
 
 from backends.dataplane.diff import apply_changes
-from backends.dataplane.model import Address, Change, Link, LinkSpec, ObservedState, Route, Vxlan, Wireguard
+from backends.dataplane.model import (
+    Address,
+    Change,
+    Link,
+    LinkSpec,
+    ObservedState,
+    Route,
+    Vxlan,
+    Wireguard,
+    WireguardPeer,
+)
 from backends.dataplane.packed import Entries, Packer, packed_state
-from backends.dataplane.ports import Failure, Survey
+from backends.dataplane.ports import Failure, See
 from subnet.errors import KernelError
 from subnet.model import IPAddress
 
@@ -73,9 +83,10 @@ class FakeKernel:
         self.observations += 1
         return self.state
 
-    def survey(self, devices: Collection[str], packer: Packer) -> Survey:
+    def survey(self, devices: Collection[str], packer: Packer, see: See) -> frozenset[WireguardPeer]:
         state = self.observe(devices)
-        return Survey(packed_state(state, packer), state.silent)
+        see(packed_state(state, packer))
+        return state.silent
 
     def put(self, entries: Entries, packer: Packer) -> list[Failure]:
         return self.apply([Change("put", t) for key, value in entries.items() for t in packer.targets(key, value)])
