@@ -42,7 +42,8 @@ def restricted(template: DesiredState, targets: Iterable[KernelObject]) -> Desir
     )
 
 
-Peer: TypeAlias = tuple[int, str, tuple[Key, ...]]
+Rank: TypeAlias = tuple[int, str]
+Peer: TypeAlias = tuple[int, str, *tuple[Key, ...]]
 """Revision and key of the lease, and the keys of what is wanted for it. Of two peers that want one, the older wins."""
 
 
@@ -96,22 +97,20 @@ class WantedTable:
         else:
             self._before = {key: value for key, value in self._before.items() if key not in keys}
 
-    def put(self, name: Name, rank: tuple[int, str], state: DesiredState) -> None:
+    def put(self, name: Name, rank: Rank, state: DesiredState) -> None:
         """Set the entries of peer ``name``: those of ``state`` that the base has not.
 
         ``rank`` orders peers by age: revision and key of the lease.
         """
         self.put_objects(name, rank, objects_of(state), state.problems)
 
-    def put_objects(
-        self, name: Name, rank: tuple[int, str], targets: Iterable[KernelObject], problems: Problems = ()
-    ) -> None:
+    def put_objects(self, name: Name, rank: Rank, targets: Iterable[KernelObject], problems: Problems = ()) -> None:
         """Do what ``put`` does, for who has no state at hand."""
         wanted = self._packed(targets)
         earlier = self._peers.get(name)
         if earlier is None and self._claims.keys().isdisjoint(wanted):
             # New, and nobody else wants any of this: the usual case.
-            self._peers[name] = *rank, tuple(wanted)
+            self._peers[name] = _peer(rank, wanted)
             self._claims.update(dict.fromkeys(wanted, name))
             for key in wanted:
                 self._before.setdefault(key, self.entries.get(key))
@@ -123,7 +122,7 @@ class WantedTable:
         if same and self._problems.get(name, ()) == problems:
             return
         keys = self._detach(name)
-        self._peers[name] = *rank, tuple(wanted)
+        self._peers[name] = _peer(rank, wanted)
         if problems:
             self._problems[name] = problems
         gone = keys - wanted.keys()
@@ -163,7 +162,7 @@ class WantedTable:
         return {key: value for key, value in wanted.items() if shared.get(key) != value} if shared else wanted
 
     def _wish(self, name: Name, peer: Peer) -> Entries:
-        return self._waiting[name] if name in self._waiting else {key: self.entries[key] for key in peer[2]}
+        return self._waiting[name] if name in self._waiting else {key: self.entries[key] for key in peer[2:]}
 
     def _claim(self, name: Name, keys: Iterable[Key]) -> bool:
         """Note who wants the keys; return whether somebody else wants one of them."""
@@ -185,12 +184,12 @@ class WantedTable:
         self._problems.pop(name, None)
         self._losses.pop(name, None)
         self._waiting.pop(name, None)
-        for key in peer[2]:
+        for key in peer[2:]:
             claims = self._claims.pop(key)
             if isinstance(claims, frozenset):
                 rest = claims - {name}
                 self._claims[key] = next(iter(rest)) if len(rest) == 1 else rest
-        return set(peer[2])
+        return set(peer[2:])
 
     def _claimants(self, key: Key) -> Collection[Name]:
         claims = self._claims.get(key, frozenset())
@@ -233,7 +232,7 @@ class WantedTable:
             for name in self._claimants(key):
                 if name not in concerned:
                     concerned.add(name)
-                    ahead += self._peers[name][2]
+                    ahead += self._peers[name][2:]
         return concerned
 
     def _set(self, key: Key, value: Value) -> None:
@@ -247,6 +246,11 @@ class WantedTable:
             self._set(key, self._shared[key])
         elif (held := self.entries.pop(key, None)) is not None:
             self._before.setdefault(key, held)
+
+
+def _peer(rank: Rank, keys: Iterable[Key]) -> Peer:
+    revision, lease = rank
+    return revision, lease, *keys
 
 
 def _named(target: KernelObject) -> str:
