@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from subnet.errors import KernelError
 
-NEW_TABLE, DEL_TABLE = 0, 2
+NEW_TABLE, GET_TABLE, DEL_TABLE = 0, 1, 2
 NEW_CHAIN, GET_CHAIN, DEL_CHAIN = 3, 4, 5
 NEW_RULE, GET_RULE, DEL_RULE = 6, 7, 8
 NEW_GENERATION, GET_GENERATION = 15, 16

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from flanneld.traffic.look import Look
-from flanneld.traffic.nfnetlink import GET_CHAIN, GET_RULE, Questions, text_attribute
+from flanneld.traffic.nfnetlink import GET_CHAIN, GET_RULE, GET_TABLE, Questions, text_attribute
 from flanneld.traffic.nft_entry import decode, opaque
 from flanneld.traffic.render import Saved
 from flanneld.traffic.rules import RuleSet
@@ -15,6 +15,12 @@ from subnet.model import Family
 _PROTOCOL: Mapping[Family, int] = {4: 2, 6: 10}
 _TABLE, _CHAIN_OF_RULE, _EXPRESSIONS, _USER_DATA = 1, 2, 4, 7
 _NAME, _USE = 3, 6
+
+
+def table_exists(protocol: int, name: str) -> bool:
+    """Whether there is such a table. Looks at the network namespace of the calling thread. Raises KernelError."""
+    with closing(Questions()) as questions:
+        return bool(questions.ask(GET_TABLE, protocol, text_attribute(_TABLE, name)))
 
 
 def read_chains(family: Family, wanted: Sequence[RuleSet], *, understood: bool) -> Saved | None:

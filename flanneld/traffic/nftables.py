@@ -6,10 +6,11 @@ import json
 import logging
 
 from flanneld.traffic import nft_rules
+from flanneld.traffic.nft_chains import table_exists
 from flanneld.traffic.nft_rules import DIALECTS, Chain, Dialect, Held
 from flanneld.traffic.rules import TrafficPolicy
 from flanneld.traffic.runner import Runner
-from subnet.errors import RuleError
+from subnet.errors import KernelError, RuleError
 from subnet.model import Family
 from subnet.report import Reporter
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _ABSENT = ("No such file or directory", "Protocol not supported", "Operation not supported")
 """Why there is no such table; the latter two on a kernel without nf_tables."""
+_PROTOCOL = {"inet": 1, "ip": 2, "ip6": 10}
+"""Families as numbers (linux/netfilter.h)."""
 UNREADABLE: dict[str, object] = {"nftables": [{"unreadable": {}}]}
 """Stands for a listing that is no JSON: a table with something in it that is not ours."""
 
@@ -31,7 +34,12 @@ class Nft:
         self._path, self._runner = path, runner
 
     def list_table(self, family: str, table: str) -> dict[str, object] | None:
-        """Return the listing of a table, None if there is none. Raises RuleError."""
+        """Return the listing of a table, None if there is none, which the kernel says by itself. Raises RuleError."""
+        try:
+            if not table_exists(_PROTOCOL[family], table):
+                return None
+        except KernelError as e:
+            log.debug("nft is asked for table %s: %s", table, e)
         done = self._runner.run([self._path, "-j", "-p", "list", "table", family, table])
         if done.rc and any(reason in done.err for reason in _ABSENT):
             return None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -8,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.traffic.nftables import NftConverger
+from flanneld.traffic.nftables import Nft, NftConverger
 from flanneld.traffic.rules import TrafficPolicy
+from flanneld.traffic.runner import Runner
+from subnet.clock import SystemClock
+from subnet.model import FAMILIES
+from subnet.report import Reporter
 from tests.support.netns import Namespace
 from tests.support.traffic import (
     GOLDEN,
@@ -64,6 +69,17 @@ def test_F04_at_rest_no_program_runs(tables: NativeTables) -> None:
         before = keeper.keeper.runner.forks
         time.sleep(1.5)
         assert keeper.keeper.runner.forks == before
+
+
+def test_no_program_runs_to_learn_that_there_is_no_table(tables: NativeTables) -> None:
+    runner = Runner()
+    converger = NftConverger(Nft(runner), Reporter(logging.getLogger(), SystemClock()))
+    with tables.namespace.inside():
+        assert not any(converger.converge(NATIVE.nothing(), family) for family in FAMILIES)
+        assert runner.forks == 0
+        tables.nft("add table ip flannel-ipv4")
+        assert converger.converge(NATIVE.nothing(), 4)
+    assert "flannel-ipv4" not in tables.namespace.run("nft", "list", "tables")
 
 
 def test_F08_nftables_mode_needs_nft_alone(
