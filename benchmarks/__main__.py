@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.machine import describe
+from benchmarks.machine import compile_daemon, describe
 from benchmarks.rounds import FEW, MANY, Bench, Figures, throughput
 from benchmarks.table import Row, render
 from flanneld import __version__
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         parser.error("needs root: network namespaces are made")
+    compile_daemon()
     load_before = os.getloadavg()[0]
     text = _report(_costs(options.rounds, options.idle), _traffic(options.rounds), options.idle, load_before)
     print(text, end="")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import platform
 from pathlib import Path
+
+import flanneld
 
 
 def describe() -> str:
@@ -16,6 +19,13 @@ def describe() -> str:
             break
     kernel, python = platform.release(), platform.python_version()
     return f"{model}, {os.cpu_count()} cores, Linux {kernel}, CPython {python}"
+
+
+def compile_daemon() -> None:
+    """Have the daemon's byte code beside its sources, as after an installation; a source tree may have none."""
+    root = Path(flanneld.__file__).parent.parent
+    for package in ("subnet", "backends", "flanneld"):
+        compileall.compile_dir(root / package, quiet=2)
 
 
 def rss_mib(pid: int, field: str = "VmRSS") -> float:

@@ -22,7 +22,7 @@ from benchmarks.kube.cni import CALLS, Plugins
 from benchmarks.kube.decode import WAYS
 from benchmarks.kube.nodes import OWN, pages
 from benchmarks.leases import absent, peers
-from benchmarks.machine import cpu_s, describe, rss_mib
+from benchmarks.machine import compile_daemon, cpu_s, describe, rss_mib
 from benchmarks.table import Row, render
 from flanneld import __version__
 from flanneld.ctl.lab import Lab
@@ -202,6 +202,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         parser.error("needs root: network namespaces are made")
+    compile_daemon()
     load_before = os.getloadavg()[0]
     rounds: list[Figures] = []
     with tempfile.TemporaryDirectory() as scratch, Lab(1, start=False) as lab:
