@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from ipaddress import ip_network
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from backends.dataplane.model import (
     Address,
@@ -36,11 +36,13 @@ from backends.dataplane.ports import Failure, See
 from backends.kernel import ethtool, linkmsg, rtnl, survey
 from backends.kernel.bulk import Bulk, Mode
 from backends.kernel.sockets import BATCH, Encode, NetlinkSocket, Refusal, kernel_error
-from backends.kernel.wireguard import WireguardDevices
-from backends.kernel.wireguard_go import WireguardGo, installed
 from backends.kernel.xfrm import read_policies, request_policies
 from subnet.errors import KernelError
 from subnet.model import FAMILIES, IPAddress
+
+if TYPE_CHECKING:
+    from backends.kernel.wireguard import WireguardDevices
+    from backends.kernel.wireguard_go import WireguardGo
 
 GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL})
 TUN = "tun"
@@ -58,8 +60,19 @@ class NetlinkKernel:
     def __init__(self, wall_clock: Callable[[], float] = time.time, *, nexthop_objects: Mode = "auto") -> None:
         self._channel = NetlinkSocket(socket.NETLINK_ROUTE)
         self._bulk = Bulk(self._channel, nexthop_objects)
-        self._wireguard = WireguardDevices(wall_clock)
-        self._wireguard_go = WireguardGo(wall_clock)
+        self._wall_clock = wall_clock
+
+    @cached_property
+    def _wireguard(self) -> WireguardDevices:
+        from backends.kernel.wireguard import WireguardDevices  # noqa: PLC0415 - most hosts have no such device
+
+        return WireguardDevices(self._wall_clock)
+
+    @cached_property
+    def _wireguard_go(self) -> WireguardGo:
+        from backends.kernel.wireguard_go import WireguardGo  # noqa: PLC0415 - as before
+
+        return WireguardGo(self._wall_clock)
 
     def close(self) -> None:
         """Close the socket."""
@@ -204,12 +217,12 @@ class NetlinkKernel:
 
     def _create_wireguard(self, spec: LinkSpec, tunnel: Wireguard) -> None:
         """Create the device, by ``wireguard-go`` where the kernel has none of that kind, and set it."""
-        from backends.kernel import tunnels  # noqa: PLC0415 - brings pyroute2 in, which most starts do without
+        from backends.kernel import tunnels, wireguard_go  # noqa: PLC0415 - brings pyroute2 in, most starts do without
 
         try:
             tunnels.create(spec)
         except KernelError as error:
-            program = installed()
+            program = wireguard_go.installed()
             if error.errno != errno.EOPNOTSUPP or program is None:
                 raise
             self._wireguard_go.create(spec.name, program)
