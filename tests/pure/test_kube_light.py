@@ -29,3 +29,8 @@ def test_kube_mode_loads_neither_models_nor_etcd() -> None:
     )
     unwanted = ("kubernetes.client.api.core_v1_api", "kubernetes.client.models.v1_node", "etcd3", "grpc")
     assert loaded_by(code, "kubernetes.client.rest", *unwanted) == {"kubernetes.client.rest"}
+
+
+def test_other_backends_load_nothing_of_wireguard() -> None:
+    unwanted = ("backends.kernel.wireguard", "backends.kernel.wireguard_go", "backends.wgkeys")
+    assert loaded_by("import flanneld.daemon, subnet.etcd.manager, backends.vxlan", *unwanted) == set()
