@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -170,7 +170,7 @@ class NetlinkKernel:
 
     def _send(self, changes: Sequence[Change], send: Send) -> list[Failure]:
         failures: list[Failure] = []
-        indexes = {name: index for index, name in _names().items()}
+        indexes = _indexes({change.target.device for change in changes})
         for start in range(0, len(changes), BATCH):
             requests: list[tuple[Change, int]] = []
             for change in changes[start : start + BATCH]:
@@ -312,6 +312,15 @@ class NetlinkKernel:
         """Make one request. Raises KernelError."""
         for _, code, text in self._channel.request([encode]):
             raise kernel_error(operation, target, code, text)
+
+
+def _indexes(names: Iterable[str]) -> dict[str, int]:
+    """Return the indexes of those of the devices that exist. A host may have hundreds of others: all are not listed."""
+    found: dict[str, int] = {}
+    for name in names:
+        with suppress(OSError):
+            found[name] = socket.if_nametoindex(name)
+    return found
 
 
 def _names() -> dict[int, str]:
