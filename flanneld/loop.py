@@ -55,6 +55,8 @@ TICK_S = 10.0
 """Longest sleep: subnet.env is looked at so often."""
 NEWS_S = 1.0
 """A reason to wait is logged once it has lasted so long."""
+QUIET_S = 1.0
+"""The start is over once nothing has happened for so long since readiness."""
 HURRY_S = 0.2
 """A pending retry is brought forward to this when the host changed."""
 
@@ -76,7 +78,7 @@ class Owner:
         clock: Clock,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """``settled`` is called once, when for the first time since readiness nothing happens for a while."""
+        """``settled`` is called once, when for the first time since readiness nothing happens for QUIET_S."""
         self._plan, self._kernel = plan, kernel
         self._settled: Callable[[], None] | None = settled
         self._manager = manager
@@ -153,7 +155,7 @@ class Owner:
         events = self._inbox.drain(self._sleep_s())
         for event in events:
             self._take(event)
-        if not events and self._was_ready and self._settled is not None:
+        if not events and self._was_ready and self._settled:
             self._settled()
             self._settled = None
 
@@ -505,7 +507,7 @@ class Owner:
 
     def _sleep_s(self) -> float:
         now = self._clock.now()
-        ends = [now + TICK_S, self._next_resync]
+        ends = [now + (QUIET_S if self._was_ready and self._settled else TICK_S), self._next_resync]
         if self._retry_at is not None:
             ends.append(self._retry_at)
         if self._peering.parts_at is not None:

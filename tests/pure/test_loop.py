@@ -89,6 +89,18 @@ def test_another_own_subnet_moves_everything(tmp_path: Path) -> None:
     assert str(node.policies[-1].v4.subnet) == "10.5.77.0/24"
 
 
+def test_the_start_is_over_once_nothing_happens_any_more(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.play(StoreState(True), 1.0)
+    assert node.settled_at == []  # not ready yet
+    node.started(peer(2))
+    assert node.script.sleeps[-1] == 1.0
+    assert len(node.settled_at) == 1
+    node.play(1.0)
+    assert node.script.sleeps[-1] > 1.0
+    assert len(node.settled_at) == 1
+
+
 def test_lost_lease_keeps_the_data_plane(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = Node(tmp_path).started(peer(2))
     node.play(OwnLease(None, "no free subnet"))

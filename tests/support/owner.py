@@ -89,6 +89,7 @@ class Node:
         self.script = Script(self.stop, self.clock)
         self.policies: list[TrafficPolicy] = []
         self.filters: list[object] = []
+        self.settled_at: list[float] = []
         self.env = tmp_path / "subnet.env"
         self.owner = Owner(
             Plan(Wish(iface=("eth0",)), str(self.env), **plan),
@@ -100,6 +101,7 @@ class Node:
             health=self.health,
             notifier=self.notifier,  # type: ignore[arg-type]
             clock=self.clock,
+            settled=lambda: self.settled_at.append(self.clock.now()),
         )
 
     def play(self, *steps: Event | Callable[[], object] | float) -> Node:
