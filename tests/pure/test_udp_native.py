@@ -177,6 +177,8 @@ NEXT: dict[str, Any] = {"seq": 1100, "head": {"identification": 1}}
         pytest.param(Segment(b"x" * 100, flags=ACK | FIN, **NEXT), id="FIN"),
         pytest.param(Segment(b"x" * 100, flags=ACK | CWR, **NEXT), id="CWR"),
         pytest.param(Segment(b"x" * 100, flags=0, **NEXT), id="no ACK"),
+        pytest.param(Segment(b"x" * 100, reserved=1, **NEXT), id="AE"),  # RFC 9768
+        pytest.param(Segment(b"x" * 100, urgent=1, **NEXT), id="urgent pointer"),
         pytest.param(Segment(b"", **NEXT), id="no payload"),
         pytest.param(Segment(b"x" * 100, **NEXT | {"head": {"tos": 3}}), id="congestion experienced"),
         pytest.param(Segment(b"x" * 100, **NEXT | {"head": {"ttl": 63}}), id="TTL"),

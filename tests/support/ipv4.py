@@ -84,11 +84,21 @@ class Segment:
     options: bytes = b""
     ports: tuple[int, int] = (40000, 80)
     head: dict[str, Any] = field(default_factory=dict)
+    reserved: int = 0
+    urgent: int = 0
 
     def packet(self) -> bytes:
         words = (20 + len(self.options)) // 4
         tcp = struct.pack(
-            "!HHIIBBHHH", *self.ports, self.seq % 2**32, self.ack, words << 4, self.flags, self.window, 0, 0
+            "!HHIIBBHHH",
+            *self.ports,
+            self.seq % 2**32,
+            self.ack,
+            words << 4 | self.reserved,
+            self.flags,
+            self.window,
+            0,
+            self.urgent,
         )
         whole = ip(tcp + self.options + self.payload, TCP, **self.head)
         return _with_checksum(whole, 16, 0)

@@ -126,9 +126,10 @@ static bool continues(const struct flow *f, const uint8_t *packet, size_t header
         return true;
     a += before;
     b += before;
-    return get32(b + TCP_SEQ) == (uint32_t)(get32(a + TCP_SEQ) + f->payload) && !memcmp(a + TCP_ACK, b + TCP_ACK, 4) &&
+    /* From the acknowledged number to the end, but for flags and checksum. */
+    return get32(b + TCP_SEQ) == (uint32_t)(get32(a + TCP_SEQ) + f->payload) && !memcmp(a + TCP_ACK, b + TCP_ACK, 5) &&
            !memcmp(a + TCP_WINDOW, b + TCP_WINDOW, 2) &&
-           !memcmp(a + TCP_HEADER, b + TCP_HEADER, header - before - TCP_HEADER);
+           !memcmp(a + TCP_URGENT, b + TCP_URGENT, header - before - TCP_URGENT);
 }
 
 static void append(struct flow *f, const uint8_t *packet, size_t header, size_t payload)

@@ -390,7 +390,7 @@ static PyObject *module_icmp_error(PyObject *module, PyObject *args)
     struct address source;
     size_t total = ip_check(given.buf, (size_t)given.len), length = 0;
     bool good = kind >= UNREACHABLE && kind <= EXCEEDED && (!total || address_from(ip_version(given.buf), &from, &source));
-    if (good && total && icmp_allowed(given.buf))
+    if (good && total && icmp_allowed(given.buf, total))
         length = icmp_error(out, (enum icmp_kind)kind, mtu, given.buf, total, source);
     PyBuffer_Release(&given);
     PyBuffer_Release(&from);

@@ -82,7 +82,7 @@ static bool is_host(uint32_t address)
     return top != 0 && top != 127 && address >> 28 < 0xe;
 }
 
-static bool icmp4_allowed(const uint8_t *ip)
+static bool icmp4_allowed(const uint8_t *ip, size_t have)
 {
     if (get16(ip + IP4_FRAGMENT) & OFFSET)
         return false;
@@ -91,17 +91,17 @@ static bool icmp4_allowed(const uint8_t *ip)
     if (ip[IP4_PROTO] != PROTO_ICMP)
         return true;
     size_t header = ip_header_length(ip);
-    if (get16(ip + IP4_TOTAL) == header)
+    if (get16(ip + IP4_TOTAL) == header || have <= header)
         return false;
     uint8_t type = ip[header];
     return type != 3 && type != 4 && type != 5 && type != 11 && type != 12;
 }
 
 /* Follows extension headers (RFC 8200 s4); returns the offset of what they lead to and its protocol, 0 if that
- * is not in the packet or lies in its first fragment. */
-static size_t ip6_upper(const uint8_t *ip, uint8_t *protocol)
+ * does not lie before ``end`` or lies in its first fragment. */
+static size_t ip6_upper(const uint8_t *ip, size_t end, uint8_t *protocol)
 {
-    size_t at = IP6_HEADER, end = IP6_HEADER + (size_t)get16(ip + IP6_PAYLOAD);
+    size_t at = IP6_HEADER;
     *protocol = ip[IP6_NEXT];
     while (*protocol == 0 || *protocol == 43 || *protocol == 44 || *protocol == 60) {
         if (at + 8 > end || (*protocol == 44 && get16(ip + at + 2) & 0xfff8))
@@ -114,21 +114,25 @@ static size_t ip6_upper(const uint8_t *ip, uint8_t *protocol)
 }
 
 /* RFC 4443 s2.4. */
-static bool icmp6_allowed(const uint8_t *ip)
+static bool icmp6_allowed(const uint8_t *ip, size_t have)
 {
     struct address source = ip_source(ip);
+    size_t total = IP6_HEADER + (size_t)get16(ip + IP6_PAYLOAD), end = have < total ? have : total;
     uint8_t protocol;
     if (ip[IP6_SRC] == 0xff || ip[IP6_DST] == 0xff || (source.high == 0 && source.low <= 1))
         return false;
-    size_t upper = ip6_upper(ip, &protocol);
+    size_t upper = ip6_upper(ip, end, &protocol);
     if (!upper)
         return false;
     if (protocol != PROTO_ICMP6)
         return true;
-    return upper < IP6_HEADER + (size_t)get16(ip + IP6_PAYLOAD) && ip[upper] >= 128 && ip[upper] != 137;
+    return upper < end && ip[upper] >= 128 && ip[upper] != 137;
 }
 
-bool icmp_allowed(const uint8_t *ip) { return ip_version(ip) == 6 ? icmp6_allowed(ip) : icmp4_allowed(ip); }
+bool icmp_allowed(const uint8_t *ip, size_t have)
+{
+    return ip_version(ip) == 6 ? icmp6_allowed(ip, have) : icmp4_allowed(ip, have);
+}
 
 size_t icmp_error(uint8_t *out, enum icmp_kind kind, uint16_t mtu, const uint8_t *offender, size_t have,
                   struct address source)

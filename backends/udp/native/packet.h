@@ -31,7 +31,7 @@ enum {
 /* Field offsets. */
 enum { IP4_TOS = 1, IP4_TOTAL = 2, IP4_ID = 4, IP4_FRAGMENT = 6, IP4_TTL = 8, IP4_PROTO = 9, IP4_CHECK = 10, IP4_SRC = 12, IP4_DST = 16 };
 enum { IP6_PAYLOAD = 4, IP6_NEXT = 6, IP6_HOPS = 7, IP6_SRC = 8, IP6_DST = 24 };
-enum { TCP_SEQ = 4, TCP_ACK = 8, TCP_DOFF = 12, TCP_FLAGS = 13, TCP_WINDOW = 14, TCP_CHECK = 16, TCP_HEADER = 20 };
+enum { TCP_SEQ = 4, TCP_ACK = 8, TCP_DOFF = 12, TCP_FLAGS = 13, TCP_WINDOW = 14, TCP_CHECK = 16, TCP_URGENT = 18, TCP_HEADER = 20 };
 enum { UDP_LENGTH = 4, UDP_CHECK = 6, UDP_HEADER = 8 };
 enum { FIN = 0x01, PSH = 0x08, ACK = 0x10, CWR = 0x80 };
 
@@ -156,8 +156,9 @@ void ip_decrement_ttl(uint8_t *ip);
 /* Writes the length of what follows the header, and its checksum if it has one. */
 void ip_finish(uint8_t *ip, size_t length);
 
-/* Whether an ICMP error about a packet that passed ip_check may be sent. */
-bool icmp_allowed(const uint8_t *ip);
+/* Whether an ICMP error about a packet that passed ip_check may be sent; ``have`` bytes of it are at hand, its first
+ * header among them. */
+bool icmp_allowed(const uint8_t *ip, size_t have);
 
 enum icmp_kind { UNREACHABLE, TOO_LARGE, EXCEEDED };
 

@@ -146,7 +146,7 @@ static void answer(struct pump *p, enum icmp_kind kind, const uint8_t *offender,
     uint8_t packet[ICMP6_MAX];
     struct address source = local ? p->routes->overlay : p->routes->own;
 
-    if (!address_set(source) || !icmp_allowed(offender))
+    if (!address_set(source) || !icmp_allowed(offender, have))
         return;
     struct address hop = routes_hop(p->routes, ip_source(offender));
     if ((!local && !address_set(hop)) || !icmp_granted(p))
