@@ -20,12 +20,13 @@ BINDIR   ?= /usr/local/bin
 UNITDIR  ?= /etc/systemd/system
 DEFAULTS ?= /etc/default/flanneld
 
-.PHONY: help deps venv demo test test-vm lint lock bench install clean
+.PHONY: help deps venv demo test test-vm fuzz lint lock bench install clean
 
 help:
 	@echo 'make demo     build a network of namespaces and show that it works (root)'
 	@echo 'make test     run every test (root)'
 	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
+	@echo 'make fuzz     look for input that the native pump fails on, FUZZ_SECONDS=300 for each of its parts'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
 	@echo 'make bench    what the daemon costs, beside references, in about forty minutes (root)'
 	@echo 'make venv     the virtual environment alone'
@@ -67,6 +68,10 @@ test: venv $(TOOLS)
 test-vm: venv
 	@scripts/install-debian vm
 	@$(BIN)/python -m tests.vm
+
+fuzz: venv
+	@scripts/install-debian test
+	@$(BIN)/python -m tests.fuzz $(or $(FUZZ_SECONDS),300)
 
 lint: venv
 	$(BIN)/ruff check
