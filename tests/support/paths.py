@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import IPv4Address
 from typing import Literal, Protocol, TypeAlias
 
@@ -158,6 +159,56 @@ def mixed_datagrams(source: End, target: End, count: int, port: int = 4100) -> N
                 sender.sendto(payload, (target.overlay, port))
                 sent.append(payload)
             assert [receiver.recv(9000) for _ in sent] == sent
+
+
+@contextmanager
+def datagrams_beside(source: End, target: End, port: int = 4200) -> Iterator[None]:
+    """Send datagrams of many sizes for the length of the block. Beside other traffic some may be lost; what arrives is
+    intact and in order.
+    """
+    family, block = family_of(target), os.urandom(8192)
+    ended, wrong, arrived = threading.Event(), list[str](), itertools.count()
+
+    def payload(number: int) -> bytes:
+        return number.to_bytes(4, "big") + block[number % 4096 :][: SIZES[number % len(SIZES)]]
+
+    def send() -> None:
+        for number in itertools.count():
+            if number % len(SIZES) == 0 and ended.wait(0.002):
+                break
+            with suppress(OSError):  # the device's queue is full
+                sender.sendto(payload(number), (target.overlay, port))
+
+    def receive() -> None:
+        last = -1
+        while True:
+            try:
+                got = receiver.recv(9000)
+            except TimeoutError:
+                if ended.is_set():
+                    return
+                continue
+            number = int.from_bytes(got[:4], "big")
+            if number <= last or got != payload(number):
+                wrong.append(f"{len(got)} bytes with number {number} after {last}")
+            last = number
+            next(arrived)
+
+    with source.namespace.socket(family) as sender, target.namespace.socket(family) as receiver:
+        receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE
+        receiver.bind((target.overlay, port))
+        receiver.settimeout(1)
+        threads = [threading.Thread(target=one, name=f"test-{one.__name__}") for one in (send, receive)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+    assert wrong == []
+    assert next(arrived) > 0
 
 
 def bad_checksums(end: End) -> dict[str, int]:

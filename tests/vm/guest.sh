@@ -1,7 +1,7 @@
 # Runs in the guest, on the host's files: pytest, several at a time, and their exit status behind a marker.
 # The host fills in what is in braces.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LANG=C.UTF-8
-export FLANNELD_GUEST=1 FLANNELD_GUEST_REFERENCE_S={reference} PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
+export FLANNELD_GUEST=1 FLANNELD_GUEST_REFERENCE_S={reference} PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis {passed}
 export MODPROBE_OPTIONS='-d {kernel}'
 # Modules are loaded as they are asked for, from where the kernel was unpacked.
 printf '#!/bin/sh\nexec modprobe -d "%s" "$@"\n' '{kernel}' >/tmp/modprobe

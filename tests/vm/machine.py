@@ -23,6 +23,8 @@ KERNELS = Path(os.environ.get("KERNELS", "/var/cache/flanneld-test-kernels"))
 SHARED_FILES = ("virtio_pci", "9pnet_virtio", "9p")
 """Modules that the guest needs before it sees the host's files."""
 BEGIN, END = "@@ pytest begins", "@@ pytest ended with"
+PASSED = ("UDP_MATRIX_SECONDS",)
+"""Variables that tests in the guest have from outside."""
 TAIL_LINES = 40
 
 
@@ -99,6 +101,7 @@ def build_initramfs(kernel: GuestKernel, runs: Sequence[Sequence[str]], target: 
             "project": str(PROJECT),
             "python": sys.executable,
             "reference": f"{work_s():.6f}",
+            "passed": " ".join(f"{name}={shlex.quote(os.environ[name])}" for name in PASSED if name in os.environ),
             "begin": BEGIN,
             "end": END,
             "runs": script_of(runs),
