@@ -105,8 +105,30 @@ def _create(request: LeaseRequest, own: Sequence[Lease], foreign: Sequence[Lease
                 reserved |= source.reserved
                 break
         else:
-            chosen.append(_fresh(pool, taken, _networks(own, family), pick))
+            wish = _twin(pool, request.config, chosen[0]) if chosen else None
+            chosen.append(_fresh(pool, taken, _networks(own, family), _preferring(wish, pick)))
     return Create(as_subnets(chosen), tuple(own), reserved)
+
+
+def _twin(pool: Pool, config: NetworkConfig, subnet: IPNetwork) -> IPNetwork | None:
+    """Return the subnet that has the number in ``pool`` which another family's subnet has in its own.
+
+    A key names both families' subnets. Nodes that start at once write different keys, which would not keep them
+    from taking one subnet of the second family if that was drawn by itself.
+    """
+    other = config.pool(4 if subnet.version == 4 else 6)
+    if other is None or not other.holds(subnet):
+        return None
+    distance = int(subnet.network_address) - int(other.first.network_address)
+    number = distance >> subnet.max_prefixlen - subnet.prefixlen
+    if number >= pool.size:
+        return None
+    at = int(pool.first.network_address) + (number << pool.first.max_prefixlen - pool.subnet_len)
+    return network_at(at, pool.subnet_len, pool.network.version)
+
+
+def _preferring(wish: IPNetwork | None, pick: Pick) -> Pick:
+    return lambda free: wish if wish is not None and wish in free else pick(free)
 
 
 @dataclass(frozen=True, slots=True)

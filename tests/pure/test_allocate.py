@@ -54,6 +54,20 @@ def test_fresh_subnet_when_nothing_is_known() -> None:
     assert plan(ask(V6), [], first) == create(f"0.0.0.0-0&{FRESH6}")
 
 
+def test_nodes_that_start_at_once_get_both_subnets_for_themselves() -> None:
+    draws = random.Random(7)
+    outcomes = [plan(ask(DUAL), [], draws.choice) for _ in range(60)]
+    keys = {outcome.subnets for outcome in outcomes}
+    # Who wrote a key second draws again, so that different keys are what counts.
+    assert len(keys) > 30
+    assert len({key.v4 for key in keys}) == len({key.v6 for key in keys}) == len(keys)
+
+
+def test_a_second_subnet_that_is_taken_is_drawn_by_itself() -> None:
+    theirs = held("10.5.200.0-24&fd05:0:0:1::-64", THEM, THEM6)
+    assert plan(ask(DUAL), [theirs], first) == create("10.5.1.0-24&fd05:0:0:2::-64")
+
+
 def test_own_key_is_kept_whatever_its_backend_type() -> None:
     own = held("10.5.9.0-24")
     assert plan(ask(), [held("10.5.1.0-24", THEM), own], first) == reuse(own)
@@ -106,7 +120,7 @@ def test_key_about_to_be_dropped_does_not_exhaust_the_pool() -> None:
 def test_enabling_ipv6_keeps_the_ipv4_half() -> None:
     old = held("10.5.9.0-24")
     outcome = plan(ask(DUAL), [old, held("10.5.1.0-24&fd05:0:0:1::-64", THEM, THEM6)], first)
-    assert outcome == create("10.5.9.0-24&fd05:0:0:2::-64", old)
+    assert outcome == create("10.5.9.0-24&fd05:0:0:9::-64", old)
     assert isinstance(outcome, Create)
     assert outcome.replaces == (old,)
 
@@ -134,7 +148,7 @@ def test_half_that_somebody_else_holds_is_not_kept() -> None:
 
 def test_new_key_from_a_reservation_stays_reserved() -> None:
     old = held("10.5.77.0-24", lease_id=0)
-    assert plan(ask(DUAL), [old], first) == create(f"10.5.77.0-24&{FRESH6}", old, reserved=True)
+    assert plan(ask(DUAL), [old], first) == create("10.5.77.0-24&fd05:0:0:4d::-64", old, reserved=True)
     elsewhere = held("10.6.77.0-24", lease_id=0)
     assert plan(ask(), [elsewhere], first) == create(FRESH4, elsewhere)
 
@@ -166,7 +180,7 @@ def test_a_lease_without_addresses_is_nobodys() -> None:
         (V6, "0.0.0.0-0&fd05:0:0:1e::-64", "0.0.0.0-0&fd05:0:0:1e::-64"),
         (V6, "10.5.30.0-24&fd05:0:0:1e::-64", "0.0.0.0-0&fd05:0:0:1e::-64"),
         (DUAL, "10.5.30.0-24&fd05:0:0:1e::-64", "10.5.30.0-24&fd05:0:0:1e::-64"),
-        (DUAL, "10.5.30.0-24", "10.5.30.0-24&fd05:0:0:1::-64"),
+        (DUAL, "10.5.30.0-24", "10.5.30.0-24&fd05:0:0:1e::-64"),
         (V4, "10.6.30.0-24", "10.5.1.0-24"),
         (V4, "10.5.30.0-25", "10.5.1.0-24"),
         (V4, "0.0.0.0-0&fd05:0:0:1e::-64", "10.5.1.0-24"),
