@@ -56,6 +56,13 @@ def install_cni(context: click.Context, *, plugin: str, config: tuple[str, ...])
 @click.option("--hosts", default=3, show_default=True, type=click.IntRange(1, 200), help="How many hosts.")
 @click.option("--backend", default="vxlan", show_default=True, metavar="TYPE", help="The config's Backend.Type.")
 @click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Another key of the config's Backend, such as DirectRouting=true; the value is JSON or text. Repeatable.",
+)
+@click.option(
     "--family",
     default="v4",
     show_default=True,
@@ -70,7 +77,16 @@ def install_cni(context: click.Context, *, plugin: str, config: tuple[str, ...])
 @click.option("--keep", is_flag=True, help="Leave the lab up; --clean removes it.")
 @click.option("--clean", is_flag=True, help="Only remove labs that were kept or left behind by a crash.")
 def lab(
-    *, hosts: int, backend: str, family: str, seconds: int, timeout: int, daemon: str | None, keep: bool, clean: bool
+    *,
+    hosts: int,
+    backend: str,
+    options: tuple[str, ...],
+    family: str,
+    seconds: int,
+    timeout: int,
+    daemon: str | None,
+    keep: bool,
+    clean: bool,
 ) -> None:
     """Build a flannel network in network namespaces and show that it works.
 
@@ -84,9 +100,14 @@ def lab(
 
     if clean:
         sys.exit(command.clean())
+    try:
+        chosen = command.backend_options(options)
+    except ValueError as e:
+        raise click.BadParameter(str(e), param_hint="--option") from e
     wish = command.Wish(
         hosts=hosts,
         backend=backend,
+        options=chosen,
         family=family,
         seconds=seconds,
         timeout_s=timeout,

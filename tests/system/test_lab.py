@@ -206,14 +206,18 @@ def test_a_kept_lab_stays_until_it_is_cleaned() -> None:
     [
         *(("vxlan", family) for family in ("v4", "v6", "dual")),
         *(("host-gw", family) for family in ("v4", "v6", "dual")),
+        ("vxlan --option DirectRouting=true", "dual"),
         ("udp", "v4"),
         pytest.param("ipip", "dual", marks=pytest.mark.vm),
     ],
 )
 def test_the_demonstration_holds_with_the_real_daemon(backend: str, family: str) -> None:
     argv = [sys.executable, "-m", "flanneld.ctl", "lab", "--hosts", "2", "--seconds", "0", "--timeout", str(READY_S)]
-    argv += ["--backend", backend, "--family", family]
+    argv += ["--backend", *backend.split(), "--family", family]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=2 * READY_S, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     assert "Every container reaches every other; no entry is missing." in done.stdout
-    assert done.stdout.count("3 of 3") == (4 if family == "dual" else 2)
+    connections = 4 if family == "dual" else 2
+    assert done.stdout.count("3 of 3") == connections
+    direct = backend == "host-gw" or "DirectRouting" in backend
+    assert done.stdout.count(" dev eth0 proto 142") == (connections if direct else 0)

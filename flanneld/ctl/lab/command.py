@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from rich.console import Console
 from rich.status import Status
@@ -15,7 +16,7 @@ from rich.status import Status
 from flanneld.ctl.lab import measure, report, traces
 from flanneld.ctl.lab.errors import LabError
 from flanneld.ctl.lab.hosts import OWN_COMMAND
-from flanneld.ctl.lab.lab import FamilyChoice, Lab
+from flanneld.ctl.lab.lab import FamilyChoice, Lab, network_config
 from flanneld.ctl.lab.state import HostState, missing, observe, peer_leases
 
 _PLAIN_WIDTH = 140
@@ -27,17 +28,32 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Wish:
     """What the command line asked for.
 
-    ``seconds`` is the length of each throughput test, 0 for none. An empty
-    ``daemon`` is the one beside the running interpreter.
+    ``options`` are further keys of the config's ``Backend``. ``seconds`` is
+    the length of each throughput test, 0 for none. An empty ``daemon`` is the one beside the running interpreter.
     """
 
     hosts: int
     backend: str
+    options: Mapping[str, Any]
     family: str
     seconds: int
     timeout_s: float
     daemon: tuple[str, ...]
     keep: bool
+
+
+def backend_options(words: Sequence[str]) -> dict[str, Any]:
+    """Return what ``KEY=VALUE`` words say; a value that is no JSON is text. Raises ValueError for other words."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not key or not sign:
+            raise ValueError(f"{word!r} is not KEY=VALUE")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
 
 
 class InterruptedLab(BaseException):
@@ -88,11 +104,12 @@ def show(wish: Wish) -> int:
 
 def _faults(wish: Wish, console: Console, say: Callable[[str], None]) -> list[str]:
     """Build, examine and remove or keep the lab; an interrupted one is never kept. Raises LabError."""
-    keep = wish.keep
+    keep, family = wish.keep, cast(FamilyChoice, wish.family)
+    config = network_config(wish.backend, family)
     with Lab(
         wish.hosts,
-        backend=wish.backend,
-        family=cast(FamilyChoice, wish.family),
+        family=family,
+        config=config | {"Backend": config["Backend"] | wish.options},
         command=wish.daemon or OWN_COMMAND,
         ready_timeout_s=wish.timeout_s,
         start=False,
