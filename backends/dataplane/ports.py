@@ -68,7 +68,7 @@ class Kernel(Protocol):
         ...
 
     def delete_link(self, name: str) -> None:
-        """Delete the device."""
+        """Delete the device, with what the kernel keeps apart from it and would take packets for it further on."""
         ...
 
     def set_link(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from backends.dataplane.model import (
     Address,
     Change,
+    Ipip,
     IpsecPolicy,
     Link,
     LinkSpec,
@@ -85,9 +86,12 @@ class NetlinkKernel:
 
     def links(self) -> dict[str, Link]:
         """Return all devices by name."""
+        return {link.name: self._with_settings(link) for link in self._bare_links()}
+
+    def _bare_links(self) -> list[Link]:
+        """What rtnetlink says of the devices, which is no more than the kind of a WireGuard device."""
         found = self._channel.dump(linkmsg.dump_links(), "links")
-        links = [linkmsg.decode_link(*one) for one in found if one[1].kind == rtnl.RTM_NEWLINK]
-        return {link.name: self._with_settings(link) for link in links}
+        return [linkmsg.decode_link(*one) for one in found if one[1].kind == rtnl.RTM_NEWLINK]
 
     def addresses(self) -> tuple[Address, ...]:
         """Return all addresses of all devices, in the kernel's order."""
@@ -230,13 +234,19 @@ class NetlinkKernel:
         self._set_wireguard(spec.name, tunnel)
 
     def delete_link(self, name: str) -> None:
-        """Delete the device."""
+        """Delete the device, and the UDP port at which its packets arrive, which the kernel keeps apart from it."""
+        link = next((link for link in self._bare_links() if link.name == name), None)
+        if link is None:
+            return
         try:
-            index = self._index(name)
-            self._ask("delete", f"device {name}", lambda sequence: linkmsg.link_delete(index, sequence))
+            self._ask("delete", f"device {name}", lambda sequence: linkmsg.link_delete(link.index, sequence))
         except KernelError as error:
             if error.errno not in GONE:
                 raise
+        if isinstance(link.tunnel, Ipip) and link.tunnel.fou_port and link.tunnel.local is not None:
+            from backends.kernel import fou  # noqa: PLC0415 - most hosts have no such device
+
+            fou.remove(fou.FouPort(link.tunnel.local, link.tunnel.fou_port))
 
     def set_link(
         self,

@@ -32,7 +32,7 @@ OVERHEAD: Mapping[str, Mapping[int, int]] = {"vxlan": {4: 50, 6: 70}, "ipip": {4
 UNDERLAY_MTU = 1500
 ROUTER = {4: SWITCH_V4, 6: SWITCH_V6}
 FAR_ROUTER = {4: "198.51.100.254", 6: "2001:db8:2::fe"}
-NETWORKS = ("10.5.", "fd05:")
+NETWORKS = ("10.5.", "10.6.", "fd05:", "fd06:")
 
 IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_DO = 10, 23, 2
 """Linux, <linux/in.h> and <linux/in6.h>: packets are not divided (ip(7))."""
