@@ -224,10 +224,10 @@ def found(host: Host, network: Mapping[int, str], plain: Facts = frozenset()) ->
 def odd(host: Host, network: Mapping[int, str]) -> Facts:
     """Return what no backend here leaves: policies, rules, queues, routes of other tables, words of another network."""
     name, lines = host.namespace.name, set()
-    for family, listing in ((4, "rule\nnexthop\nxfrm policy\nxfrm state\n"), (6, "rule\n")):
-        lines |= set(run("ip", "-n", name, f"-{family}", "-o", "-batch", "-", stdin=listing).splitlines())
-        routes = run("ip", "-n", name, f"-{family}", "-o", "route", "show", "table", "all").splitlines()
-        lines |= {line for line in routes if " table " in line and _strange(line)}
+    for family, more in ((4, "nexthop\nxfrm policy\nxfrm state\n"), (6, "")):
+        listing = f"{more}rule\nroute show table all\n"
+        said = run("ip", "-n", name, f"-{family}", "-o", "-batch", "-", stdin=listing).splitlines()
+        lines |= {line for line in said if " dev " not in line or line.startswith(("id ", "src ")) or _strange(line)}
     lines |= set(host.run("tc", "qdisc", "show", "dev", "eth0").splitlines())
     others = [prefix for prefix in NETWORKS if not "".join(network.values()).count(prefix)]
     for tool in ("iptables-save", "ip6tables-save"):
@@ -236,4 +236,6 @@ def odd(host: Host, network: Mapping[int, str]) -> Facts:
 
 
 def _strange(route: str) -> bool:
-    return any(prefix in route for prefix in NETWORKS) and "proto kernel" not in route and "dev cni0" not in route
+    """Whether a route into the networks is in another table than the main one, and not the kernel's own."""
+    inside = any(prefix in route for prefix in NETWORKS)
+    return inside and " table " in route and "proto kernel" not in route and "dev cni0" not in route
