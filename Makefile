@@ -20,7 +20,7 @@ BINDIR   ?= /usr/local/bin
 UNITDIR  ?= /etc/systemd/system
 DEFAULTS ?= /etc/default/flanneld
 
-.PHONY: help deps venv demo test test-vm fuzz lint lock bench install clean
+.PHONY: help deps venv demo test test-vm fuzz lint lock bench bpf install clean
 
 help:
 	@echo 'make demo     build a network of namespaces and show that it works (root)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make fuzz     look for input that the native pump fails on, FUZZ_SECONDS=300 for each of its parts'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
 	@echo 'make bench    what the daemon costs, beside references, in about forty minutes (root)'
+	@echo 'make bpf      compile the programs of data path bpf anew (clang)'
 	@echo 'make venv     the virtual environment alone'
 	@echo 'make install  the daemon in $(PREFIX), its unit and its settings (root)'
 	@echo 'make lock     pin the newest versions that setup.cfg and requirements/*.in allow'
@@ -92,6 +93,10 @@ lock: deps
 	$(LOCK) --upgrade -o requirements/build.txt requirements/build.in
 	$(LOCK) --upgrade -o requirements/run.txt setup.cfg
 	$(LOCK) --upgrade -o requirements/dev.txt requirements/dev.in
+
+# The programs of data path bpf, after a change of their source; a test compares both.
+bpf:
+	scripts/compile-bpf --output backends/udp/bpf/bytecode.py
 
 install:
 	@python=$$(scripts/find-python "$(PYTHON)") && "$$python" -m venv --clear $(PREFIX)

@@ -142,8 +142,12 @@ class Carrier(Protocol):
         """Return why it is not known yet what peers must be told; empty: it is."""
         return ""
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
-        """Carry between the own subnets and these peers from now on; called at every change, and now and then."""
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
+        """Carry between the own subnets and these peers from now on; called at every change, and now and then.
+
+        Without ``complete`` the peers are remembered ones: what an earlier run
+        knew, and the kernel still holds, may be newer.
+        """
         ...
 
     def unready(self) -> str:
@@ -153,6 +157,10 @@ class Carrier(Protocol):
     def problems(self) -> Mapping[str, str]:
         """Return the leases in trouble, by key, with the reason."""
         return {}
+
+    def hooked(self) -> frozenset[int]:
+        """Return the devices that programs of it belong to, by index."""
+        return frozenset()
 
     def close(self) -> None:
         """End it, in at most CLOSE_WITHIN_S."""

@@ -24,7 +24,7 @@ class Carrying:
         self._kernel, self._wake = kernel, wake
         self._reporter = Reporter(log, clock, again_s=600)
         self._carrier: Carrier | None = None
-        self._for: tuple[Setting, Subnets] | None = None
+        self._for: tuple[Setting, Subnets, bool] | None = None
         self.links: Mapping[str, Link] = {}
         """The devices that the carrier holds."""
         self.problems: Mapping[str, str] = {}
@@ -52,14 +52,19 @@ class Carrying:
         carrier = self._carrier
         if carrier is None:
             return ""
-        if peering.moved or self._for != (setting, own):
-            carrier.carry(own, peering.peers(backend, setting, own))
-            self._for = (setting, own)
+        complete = peering.leases.complete
+        if peering.moved or self._for != (setting, own, complete):
+            carrier.carry(own, peering.peers(backend, setting, own), complete)
+            self._for = (setting, own, complete)
         self.problems = carrier.problems()
         for topic, text in self.problems.items():
             self._reporter.problem(topic, text)
         self._reporter.forget_except(self.problems)
         return carrier.unready()
+
+    def hooked(self) -> frozenset[int]:
+        """Return the devices that programs of the carrier belong to, by index."""
+        return self._carrier.hooked() if self._carrier is not None else frozenset()
 
     def close(self) -> None:
         """End the carrier, if there is one."""

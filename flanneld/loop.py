@@ -18,7 +18,7 @@ from backends.api import Backend, ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import foreign_addresses, leftover_links
 from backends.dataplane.model import Address, Change, Link, Route
-from backends.dataplane.ports import Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
+from backends.dataplane.ports import HookSeen, Kernel, KernelEvent, LinkSeen, ObjectSeen, Overflow
 from backends.dataplane.reconcile import Reconciler
 from flanneld.bridges import Bridges
 from flanneld.carrying import Carrying
@@ -196,6 +196,9 @@ class Owner:
             if interface is None or event.name == interface.name or event.index == interface.index:
                 self._doubt_interface()
                 self._reconciler.doubt()
+        elif isinstance(event, HookSeen):
+            if event.index in self._carrying.hooked():
+                self._devices_doubted = True
         elif isinstance(event, ObjectSeen):
             if interface is None or (isinstance(event.target, Address) and event.index == interface.index):
                 self._doubt_interface()
@@ -428,20 +431,22 @@ class Owner:
             self._recheck_backoff.reset()
 
     def _clean_up(self, backend: Backend, setting: Setting, own: Subnets) -> None:
-        """Once the new path works: devices that an earlier configuration left."""
+        """Once the new path works: devices and programs that an earlier configuration left."""
         if self._cleaned_for == setting or not self._peering.leases.complete:
             return
         links, addresses = self._kernel.links(), self._kernel.addresses()
-        wanted = frozenset(self._links)
+        wanted = frozenset(self._links) | frozenset(self._carrying.links)
         # A backend whose devices are made by others names no networks: nothing there is recognised as ours.
         desired = replace(backend.desired(own, (), lambda _: False), devices=wanted)
         stale = set(leftover_links(links, addresses, desired)) | (self._made & links.keys() - wanted)
         for name in sorted(stale):
             log.info("device %s of an earlier configuration is removed", name)
             self._kernel.delete_link(name)
+        for program in self._kernel.remove_programs(self._carrying.hooked()):
+            log.info("%s of an earlier configuration is removed", program)
         for address in foreign_addresses(addresses, desired):
             log.warning("%s was given by somebody else and is left alone", address)
-        self._made = set(wanted)
+        self._made = set(self._links)
         self._cleaned_for = setting
 
     def _ensure_addresses(self, backend: Backend, own: Subnets) -> None:

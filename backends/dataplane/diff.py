@@ -16,6 +16,7 @@ from backends.dataplane.model import (
     DesiredState,
     FdbEntry,
     IpsecPolicy,
+    KeptTun,
     KernelObject,
     Link,
     Neighbour,
@@ -27,6 +28,7 @@ from backends.dataplane.model import (
 from subnet.model import IPNetwork
 
 _T = TypeVar("_T", bound=KernelObject)
+TUN_NAME = re.compile(r"flannel\d+$")
 TUNNEL_NAME = re.compile(r"flannel((-v6)?\.(\d+|ipip|fou)|-wg(-v6)?)$")
 
 
@@ -218,6 +220,12 @@ def leftover_links(links: Mapping[str, Link], addresses: Iterable[Address], desi
         sorted(
             name
             for name, link in links.items()
-            if name not in desired.devices and link.tunnel is not None and TUNNEL_NAME.match(name) and name in held
+            if name not in desired.devices and _named_like_ours(link) and name in held
         )
     )
+
+
+def _named_like_ours(link: Link) -> bool:
+    if link.tunnel is None:
+        return False
+    return bool((TUN_NAME if isinstance(link.tunnel, KeptTun) else TUNNEL_NAME).match(link.name))

@@ -99,7 +99,14 @@ class Wireguard:
         return f"wireguard port {self.port or 'any'}"
 
 
-Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel | Wireguard
+@dataclass(frozen=True, slots=True)
+class KeptTun:
+    """A TUN device that stays when whoever reads from it ends. Others go with their reader, and say nothing here."""
+
+    kind: ClassVar[str] = "tun"
+
+
+Tunnel: TypeAlias = Vxlan | Ipip | Ip6Tunnel | Wireguard | KeptTun
 """The kinds of devices that backends make."""
 
 

@@ -96,6 +96,10 @@ class Kernel(Protocol):
         """Switch transmit checksum offload (ethtool(8)); return the effective value."""
         ...
 
+    def remove_programs(self, keep: Collection[int]) -> list[str]:
+        """Remove our programs from devices other than those with these indexes; return what they were called."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSeen:
@@ -119,8 +123,15 @@ class ObjectSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class HookSeen:
+    """A program, or what programs are attached to, was removed from a device."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Overflow:
     """Notifications were lost: compare everything once."""
 
 
-KernelEvent: TypeAlias = LinkSeen | ObjectSeen | Overflow
+KernelEvent: TypeAlias = LinkSeen | ObjectSeen | HookSeen | Overflow

@@ -43,7 +43,7 @@ class ExtensionCarrier(Carrier):
         with self._news:
             return self._agenda.unprepared()
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         """Have the commands run that these peers need; leases of other backends are none of ours."""
         mine = [lease for lease in peers if lease.attrs.backend_type == "extension"]
         with self._news:

@@ -49,7 +49,7 @@ class IpsecCarrier(Carrier):
         self._thread = threading.Thread(target=self._work, name="ipsec", daemon=True)
         self._thread.start()
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         """Have a connection to each of these peers; leases of other backends are none of ours."""
         wanted = connections(self.terms, own.v4, peers)
         with self._news:

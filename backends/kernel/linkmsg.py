@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface
 
-from backends.dataplane.model import Address, Ip6Tunnel, Ipip, Link, LinkSpec, Tunnel, Vxlan, Wireguard
+from backends.dataplane.model import Address, Ip6Tunnel, Ipip, KeptTun, Link, LinkSpec, Tunnel, Vxlan, Wireguard
 from backends.kernel.rtnl import (
     ADDRESS_FAMILY,
     AF_INET,
@@ -60,6 +60,8 @@ IPTUN_ENCAP_TYPE, IPTUN_ENCAP_FLAGS, IPTUN_ENCAP_SPORT, IPTUN_ENCAP_DPORT, IPTUN
 ENCAP_FOU, ENCAP_CSUM = 1, 1
 """TUNNEL_ENCAP_FOU, TUNNEL_ENCAP_FLAG_CSUM (linux/if_tunnel.h)."""
 IPPROTO_IPV6 = 41
+TUN_TYPE, TUN_PERSIST = 3, 6
+IFF_TUN = 0x0001
 IFA_LABEL = 3
 IFA_F_SECONDARY, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
 
@@ -148,7 +150,7 @@ def _data(tunnel: Tunnel) -> bytes:
             # The protocol keeps it to IPv6 inside IPv6; any would be taken otherwise.
             metadata = attribute(IPTUN_COLLECT_METADATA, b"") if tunnel.external else b""
             return attribute(IPTUN_PROTO, _U8.pack(IPPROTO_IPV6)) + metadata
-        case Wireguard():
+        case Wireguard() | KeptTun():
             return b""
 
 
@@ -226,6 +228,9 @@ def _tunnel(kind: str, data: dict[int, bytes]) -> Tunnel | None:
             return Ipip(*ends, _PORT.unpack(port)[0] if port else 0)
         case Ip6Tunnel.kind:
             return Ip6Tunnel(IPTUN_COLLECT_METADATA in data)
+        case KeptTun.kind:
+            kept = _number(data, TUN_TYPE) == IFF_TUN and _number(data, TUN_PERSIST)
+            return KeptTun() if kept else None
         case _:
             return None
 

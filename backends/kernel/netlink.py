@@ -34,7 +34,7 @@ from backends.dataplane.model import (
 )
 from backends.dataplane.packed import Entries, Packer, observed_state
 from backends.dataplane.ports import Failure, See
-from backends.kernel import ethtool, linkmsg, rtnl, survey
+from backends.kernel import ethtool, linkmsg, rtnl, survey, tcfilter
 from backends.kernel.bulk import Bulk, Mode
 from backends.kernel.sockets import BATCH, Encode, NetlinkSocket, Refusal, kernel_error
 from backends.kernel.xfrm import read_policies, request_policies
@@ -291,6 +291,13 @@ class NetlinkKernel:
             return ethtool.set_tx_checksum(name, enabled)
         except OSError as cause:
             raise kernel_error("set tx-checksum-ip-generic on", name, cause.errno or 0) from cause
+
+    def remove_programs(self, keep: Collection[int]) -> list[str]:
+        """Remove our programs from devices other than those with these indexes; return what they were called."""
+        unwanted = [one for one in tcfilter.attached() if one.hook.index not in keep]
+        for one in unwanted:
+            tcfilter.detach(one)
+        return [str(one) for one in unwanted]
 
     def _wireguard_of(self, link: Link) -> WireguardDevices | WireguardGo | None:
         """Return what knows the peers of a device, None if it is none of WireGuard's."""

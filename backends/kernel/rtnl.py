@@ -23,7 +23,7 @@ from backends.dataplane.model import (
     Neighbour,
     Route,
 )
-from backends.dataplane.ports import KernelEvent, LinkSeen, ObjectSeen
+from backends.dataplane.ports import HookSeen, KernelEvent, LinkSeen, ObjectSeen
 from subnet.model import Family, IPAddress
 
 AF_INET, AF_INET6, AF_BRIDGE = 2, 10, 7
@@ -34,6 +34,7 @@ RTM_NEWLINK, RTM_DELLINK = 16, 17
 RTM_NEWADDR, RTM_DELADDR = 20, 21
 RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
 RTM_NEWNEIGH, RTM_DELNEIGH, RTM_GETNEIGH = 28, 29, 30
+RTM_DELQDISC, RTM_DELTFILTER = 37, 45
 
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR = 0x01, 0x04, 0x10
 NLM_F_DUMP, NLM_F_REPLACE, NLM_F_CREATE = 0x300, 0x100, 0x400
@@ -70,6 +71,7 @@ _NDMSG = struct.Struct("=BBHiHBB")
 _RTMSG = struct.Struct("=BBBBBBBBI")
 _IFADDRMSG = struct.Struct("=BBBBI")
 _IFINFOMSG = struct.Struct("=BBHiII")
+_TCMSG = struct.Struct("=xxxxiIII")
 _RTNEXTHOP = struct.Struct("=HBBi")
 _U16 = struct.Struct("=H")
 _U32 = struct.Struct("=I")
@@ -323,6 +325,8 @@ def decode_event(buffer: bytes, header: Header) -> KernelEvent | None:
         _, _, _, index, _, _ = _IFINFOMSG.unpack_from(buffer, header.start)
         name = attributes(buffer, header.start + _IFINFOMSG.size, header.end).get(IFLA_IFNAME, b"")
         return LinkSeen(name.rstrip(b"\0").decode(errors="replace"), index, gone)
+    if header.kind in (RTM_DELQDISC, RTM_DELTFILTER):
+        return HookSeen(int(_TCMSG.unpack_from(buffer, header.start)[0]))
     if header.kind in (RTM_NEWADDR, RTM_DELADDR):
         found = _decode_address(buffer, header)
     elif header.kind in (RTM_NEWROUTE, RTM_DELROUTE):

@@ -22,6 +22,7 @@ TUNSETIFF: Final = 0x400454CA
 TUNGETIFF: Final = 0x800454D2
 SIOCSIFTXQLEN: Final = 0x8943
 TUNSETOFFLOAD: Final = 0x400454D0
+TUNSETPERSIST: Final = 0x400454CB
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN, TUN_F_USO4, TUN_F_USO6 = 0x01, 0x02, 0x04, 0x08, 0x20, 0x40
 _SEGMENT_TCP: Final = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN
@@ -38,12 +39,13 @@ _REMEDIES: Final = {
     errno.ENODEV: "the kernel has no TUN support; load it with: modprobe tun",
     errno.EPERM: "not permitted; the process needs the capability CAP_NET_ADMIN",
     errno.EACCES: "not permitted; the process needs access to the device node",
+    errno.EBUSY: "another process reads from it",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Tun:
-    """An open device. It lives as long as its descriptor: whoever holds it closes it.
+    """An open device. It lives as long as its descriptor, unless it is kept: whoever holds it closes it.
 
     ``vnet_hdr``: a struct virtio_net_hdr (10 bytes, native order) precedes every
     packet. ``tso``, ``uso``: the kernel hands over TCP and UDP packets that are
@@ -68,15 +70,26 @@ class Tun:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
             fcntl.ioctl(control, SIOCSIFTXQLEN, _IFREQ_INT.pack(self.name.encode(), packets))
 
+    def keep(self, kept: bool) -> None:
+        """Let the device outlive its descriptors, or not. Raises KernelError."""
+        try:
+            fcntl.ioctl(self.fd, TUNSETPERSIST, int(kept))
+        except OSError as cause:
+            raise _error("keep" if kept else "let go", f"device {self.name}", cause) from cause
+
     def close(self) -> None:
-        """Close the descriptor; device, addresses and routes are gone when this returns, unless it has a copy."""
+        """Close the descriptor; device, addresses and routes are gone when this returns.
+
+        Unless the device is kept, or the descriptor has a copy.
+        """
         os.close(self.fd)
 
 
 def open_tun(pattern: str, *, offloads: bool = False) -> Tun:
     """Create a device, down and without address; ``%d`` in ``pattern`` becomes the first free number.
 
-    ``offloads`` asks for everything that spares work per packet; the result
+    A device of that name that is kept and that nobody reads from is opened as it
+    is. ``offloads`` asks for everything that spares work per packet; the result
     tells what the kernel granted. Raises KernelError with the remedy.
     """
     try:

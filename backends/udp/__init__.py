@@ -19,7 +19,15 @@ TYPE: Final = "udp"
 
 def backend(setting: Setting) -> Backend:
     """Return the backend of the data path that the config asks for. Raises ConfigError."""
-    return FouBackend(setting) if data_path(setting) == "fou" else UdpBackend(setting)
+    match data_path(setting):
+        case "bpf":
+            from backends.udp.bpf import BpfBackend  # noqa: PLC0415 - byte code that most starts do without
+
+            return BpfBackend(setting)
+        case "fou":
+            return FouBackend(setting)
+        case _:
+            return UdpBackend(setting)
 
 
 BACKEND = backend

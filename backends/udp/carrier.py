@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from ipaddress import IPv4Address
 from typing import Final
 
 from backends.api import Carrier
-from backends.dataplane.model import Link
+from backends.dataplane.model import KeptTun, Link
 from backends.dataplane.ports import Kernel
 from backends.kernel import fou
 from backends.kernel.fdstore import FdStore, process_store
@@ -43,7 +44,7 @@ class CarrierSpec:
     """What makes a carrier: the local end, the port of every node, the TUN's MTU, and the cluster's network.
 
     IPv4 travels in IPv4, IPv6 in IPv6. ``allow_unknown``: what comes from an
-    address that is no peer's is not dropped.
+    address that is no peer's is not dropped. ``kept``: the device outlives the process.
     """
 
     local: IPAddress
@@ -51,6 +52,7 @@ class CarrierSpec:
     mtu_bytes: int
     network: IPNetwork
     allow_unknown: bool = False
+    kept: bool = False
 
     @property
     def family(self) -> Family:
@@ -151,9 +153,10 @@ class UdpCarrier(Carrier):
         running = self._running
         if running is not None and not self._intact(running, links):
             log.warning("device %s was deleted; it is made anew", running.tun.name)
-            self.discard()
+            self._let_go()
+            self._end()
         if self._running is None:
-            self._running = self._open()
+            self._running = self._open(links)
             self._start()
             links = kernel.links()
         link = links[self.device]
@@ -162,17 +165,13 @@ class UdpCarrier(Carrier):
             link = kernel.links()[link.name]
         return {link.name: link}
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         """Tell the pump which subnet is behind which address."""
         family = self.spec.family
         subnet = own.of(family)
         if subnet is None:
             return
-        table = {}
-        for lease in peers:
-            theirs, public = lease.subnets.of(family), lease.attrs.public(family)
-            if carried(lease) and theirs is not None and public is not None:
-                table[theirs] = public
+        table = next_hops(peers, family)
         forwarding = Forwarding(
             routes.ranges(table),
             int(subnet.network_address),
@@ -188,12 +187,22 @@ class UdpCarrier(Carrier):
 
     def discard(self) -> None:
         """End the pump for good; device, addresses and routes go with it."""
-        for name in self._names():
-            self._store.forget(name)
+        self._let_go()
         self.close()
 
     def close(self) -> None:
-        """End the pump; device, addresses and routes go with it unless the service manager keeps them."""
+        """End the pump; device, addresses and routes go with it unless they or their descriptors are kept."""
+        self._end()
+
+    def _let_go(self) -> None:
+        """Have nobody keep descriptors or device any more."""
+        for name in self._names():
+            self._store.forget(name)
+        if self._running is not None and self.spec.kept:
+            with suppress(KernelError):
+                self._running.tun.keep(False)
+
+    def _end(self) -> None:
         running, self._running = self._running, None
         if running is None:
             return
@@ -214,10 +223,11 @@ class UdpCarrier(Carrier):
         link = links.get(running.tun.name)
         return link is not None and link.index == running.index and running.works
 
-    def _open(self) -> _Running:
+    def _open(self, links: Mapping[str, Link]) -> _Running:
         spec = self.spec
         adopted = self._adopt()
-        tun, wire = adopted or self._create()
+        tun, wire = adopted or self._create(_left(links, spec.pattern))
+        tun.keep(spec.kept)
         for name, fd in zip(self._names(), (tun.fd, wire.socket.fileno()), strict=True):
             self._store.keep(name, fd)
         make: MakePump = NativePump if self._native else PythonPump
@@ -225,7 +235,7 @@ class UdpCarrier(Carrier):
         pump.forward(self._forwarding)
         thread = threading.Thread(target=_run, args=(pump, tun.name), name="udp-pump", daemon=True)
         where = f"udp {shown(spec.local, spec.port)} mtu {spec.mtu_bytes}"
-        verb = "taken over" if adopted else "created"
+        verb = "taken over" if adopted or tun.name in links else "created"
         log.info("device %s %s: %s, %s", tun.name, verb, where, self._how(tun, wire))
         return _Running(tun, wire, pump, thread, tun.index())
 
@@ -242,7 +252,8 @@ class UdpCarrier(Carrier):
         """Return what the run before left with the service manager, if it fits; what does not is closed."""
         fds = [self._store.take(name) for name in self._names()]
         tun = adopt_tun(fds[0], offloads=self._native) if fds[0] is not None else None
-        wire = adopt_wire(fds[1], self.spec.local, self.spec.port) if fds[1] is not None else None
+        where = self.spec.local, self.spec.port
+        wire = adopt_wire(fds[1], *where, gro=not self.spec.kept) if fds[1] is not None else None
         if tun is not None and wire is not None:
             return tun, wire
         if wire is not None:
@@ -253,10 +264,10 @@ class UdpCarrier(Carrier):
                 os.close(fd)
         return None
 
-    def _create(self) -> tuple[Tun, Wire]:
+    def _create(self, pattern: str) -> tuple[Tun, Wire]:
         wire = self._bind()
         try:
-            tun = open_tun(self.spec.pattern, offloads=self._native)
+            tun = open_tun(pattern, offloads=self._native)
         except KernelError:
             wire.socket.close()
             raise
@@ -265,12 +276,14 @@ class UdpCarrier(Carrier):
         return tun, wire
 
     def _bind(self) -> Wire:
+        # Where programs take datagrams one by one, those that do not come that way keep their order only alone, too.
+        spec, gro = self.spec, not self.spec.kept
         try:
-            return open_wire(self.spec.local, self.spec.port)
+            return open_wire(spec.local, spec.port, gro=gro)
         except KernelError as error:
-            if error.errno != errno.EADDRINUSE or not _close_kernels_port(self.spec):
+            if error.errno != errno.EADDRINUSE or not _close_kernels_port(spec):
                 raise
-        return open_wire(self.spec.local, self.spec.port)
+        return open_wire(spec.local, spec.port, gro=gro)
 
     def _how(self, tun: Tun, wire: Wire) -> str:
         features = {"TSO": tun.tso, "USO": tun.uso} if self._native else {}
@@ -279,6 +292,23 @@ class UdpCarrier(Carrier):
         lack = ", ".join(name for name, there in features.items() if not there)
         pump = "native pump" if self._native else "pump in Python (the native one was not built)"
         return f"{pump} with {have}" + (f", without {lack}" if lack else "")
+
+
+def next_hops(peers: Collection[Lease], family: Family) -> dict[IPNetwork, IPAddress]:
+    """Return which subnet is behind which address."""
+    table: dict[IPNetwork, IPAddress] = {}
+    for lease in peers:
+        theirs, public = lease.subnets.of(family), lease.attrs.public(family)
+        if carried(lease) and theirs is not None and public is not None:
+            table[theirs] = public
+    return table
+
+
+def _left(links: Mapping[str, Link], pattern: str) -> str:
+    """Return the device that an earlier run left, else the pattern of a new one."""
+    named = re.compile(re.escape(pattern).replace("%d", r"\d+"))
+    kept = (name for name, link in links.items() if isinstance(link.tunnel, KeptTun) and named.fullmatch(name))
+    return min(kept, default=pattern)
 
 
 def _close_kernels_port(spec: CarrierSpec) -> bool:

@@ -17,6 +17,7 @@ from backends.kernel import ethtool, fou
 from backends.kernel.fdstore import FdStore, process_store
 from backends.kernel.fou import FouPort
 from backends.udp import options
+from backends.udp.finished import Unfinished, refuse_unfinished
 from backends.udp.options import carried, foreign
 from subnet.errors import ConfigError, KernelError
 from subnet.model import Lease, LeaseAttrs, Subnets
@@ -24,9 +25,6 @@ from subnet.model import Lease, LeaseAttrs, Subnets
 log = logging.getLogger(__name__)
 
 DEVICE: Final = "flannel.fou"
-
-Unfinished = Callable[[str], str]
-"""Returns why packets may leave a device without checksum and undivided, empty if they do not. Raises OSError."""
 
 
 class FouBackend:
@@ -110,16 +108,7 @@ class FouCarrier(Carrier):
 
     def ensure(self, kernel: Kernel) -> dict[str, Link]:
         """Open the port unless it is open. Raises KernelError, too, where packets would not arrive whole."""
-        try:
-            reason = self._unfinished(self.interface)
-        except OSError as cause:
-            raise KernelError("read", f"offloads of {self.interface}", cause.errno or 0, str(cause)) from cause
-        if reason:
-            text = (
-                f"{reason}, and peers that read them in user space would lose all but pings; "
-                f"switch that off with: ethtool -K {self.interface} tx off, or set DataPath to user"
-            )
-            raise KernelError("use", f"DataPath fou on {self.interface}", 0, text)
+        refuse_unfinished("fou", self.interface, self._unfinished)
         if not any(there.covers(self.port) for there in fou.ports()):
             # Data path user may have left its socket, which is bound to the same port.
             self._store.forget_untaken()
@@ -127,7 +116,7 @@ class FouCarrier(Carrier):
             log.info("%s added", self.port)
         return {}
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         """The kernel's routes say everything."""
 
     def remove(self) -> None:

@@ -15,20 +15,17 @@ DEFAULT_PORT: Final = 8285
 OVERHEAD_BYTES: Final[Mapping[Family, int]] = {4: packet.OVERHEAD_BYTES, 6: packet6.OVERHEAD_BYTES}
 MINIMUM_BYTES: Final[Mapping[Family, int]] = {4: 68, 6: 1280}
 """The least MTU that the kernel lets IPv4 and IPv6 work with (RFC 791, RFC 8200 s5)."""
-DATA_PATHS: Final = ("auto", "user", "fou")
-PLANNED_DATA_PATHS: Final = ("bpf",)
+DATA_PATHS: Final = ("auto", "user", "fou", "bpf")
 
 
 def data_path(setting: Setting) -> str:
-    """Return ``user`` or ``fou``. Raises ConfigError for others.
+    """Return ``user``, ``fou`` or ``bpf``. Raises ConfigError for others.
 
     ``auto`` is ``user``: what a kernel's carrier sends is not whole on every
     link, so it has to be asked for.
     """
     text = OptionReader(setting.config.backend).text("DataPath", "auto")
     name = text.lower()
-    if name in PLANNED_DATA_PATHS:
-        raise ConfigError(f"Backend.DataPath {text!r} is not available in this version; it has {', '.join(DATA_PATHS)}")
     if name not in DATA_PATHS:
         raise ConfigError(f"Backend.DataPath {text!r} is unknown; this version has {', '.join(DATA_PATHS)}")
     return "user" if name == "auto" else name

@@ -56,7 +56,7 @@ class UdpBackend:
             if one.spec != self._specs.get(family):
                 one.discard()
         self._carriers = {
-            family: held[family] if family in held and held[family].spec == spec else UdpCarrier(spec)
+            family: held[family] if family in held and held[family].spec == spec else self._made(spec)
             for family, spec in self._specs.items()
         }
         if len(self._carriers) == 1:
@@ -65,6 +65,9 @@ class UdpBackend:
         if isinstance(earlier, BothFamilies) and earlier.carriers == self._carriers:
             return earlier
         return BothFamilies(self._carriers)
+
+    def _made(self, spec: CarrierSpec) -> UdpCarrier:
+        return UdpCarrier(spec)
 
     def desired(self, own: Subnets, peers: Collection[Lease], on_link: OnLink) -> DesiredState:
         """Per family the TUN's address, and one route for the whole network: the pump tells peers apart."""
@@ -98,10 +101,14 @@ class BothFamilies(Carrier):
         """Return the TUNs by name. Raises KernelError."""
         return {name: link for one in self.carriers.values() for name, link in one.ensure(kernel).items()}
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         """Tell both pumps."""
         for one in self.carriers.values():
-            one.carry(own, peers)
+            one.carry(own, peers, complete)
+
+    def hooked(self) -> frozenset[int]:
+        """Return the devices that programs of either belong to, by index."""
+        return frozenset().union(*(one.hooked() for one in self.carriers.values()))
 
     def close(self) -> None:
         """End both."""

@@ -43,8 +43,11 @@ class Wire:
         return 6 if self.socket.family == socket.AF_INET6 else 4
 
 
-def open_wire(address: IPAddress, port: int) -> Wire:
-    """Bind the interface's own address, so that packets come from and arrive at no other. Raises KernelError."""
+def open_wire(address: IPAddress, port: int, *, gro: bool = True) -> Wire:
+    """Bind the interface's own address, so that packets come from and arrive at no other. Raises KernelError.
+
+    Without ``gro`` every datagram arrives by itself, also where the kernel could put them together.
+    """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
@@ -62,10 +65,10 @@ def open_wire(address: IPAddress, port: int) -> Wire:
         raise KernelError(
             "bind", f"UDP {shown(address, port)}", code, _REASONS.get(code, os.strerror(code).lower())
         ) from cause
-    return Wire(sock, _has(sock, UDP_SEGMENT), _switched_on(sock, UDP_GRO))
+    return Wire(sock, _has(sock, UDP_SEGMENT), _switched(sock, UDP_GRO, gro))
 
 
-def adopt_wire(fd: int, address: IPAddress, port: int) -> Wire | None:
+def adopt_wire(fd: int, address: IPAddress, port: int, *, gro: bool = True) -> Wire | None:
     """Return the socket behind a descriptor of an earlier process, None if it is bound to anything else."""
     try:
         sock = socket.socket(fileno=fd)
@@ -75,7 +78,7 @@ def adopt_wire(fd: int, address: IPAddress, port: int) -> Wire | None:
         sock.detach()
         return None
     sock.setblocking(False)
-    return Wire(sock, _has(sock, UDP_SEGMENT), _switched_on(sock, UDP_GRO))
+    return Wire(sock, _has(sock, UDP_SEGMENT), _switched(sock, UDP_GRO, gro))
 
 
 def shown(address: IPAddress, port: int) -> str:
@@ -90,8 +93,9 @@ def _has(sock: socket.socket, option: int) -> bool:
     return False
 
 
-def _switched_on(sock: socket.socket, option: int) -> bool:
+def _switched(sock: socket.socket, option: int, on: bool) -> bool:
+    """Switch an option; return whether it is on."""
     with suppress(OSError):
-        sock.setsockopt(SOL_UDP, option, 1)
-        return True
+        sock.setsockopt(SOL_UDP, option, int(on))
+        return on
     return False

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Address
+from typing import Literal
 
 import pytest
 
@@ -22,6 +23,7 @@ from subnet.model import Subnets
 from tests.support import ipv4
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.overlay import NETWORK, PORT, Node, bad_checksums, pair, peer, subnet, transfer, until
+from tests.support.paths import BpfNode, finish_packets
 
 pytestmark = pytest.mark.kernel
 
@@ -35,11 +37,13 @@ FOREIGN = "192.0.2.9"
 class Played:
     """A node with a carrier, and a plain UDP socket in the place of its peer 10.5.9.0/24."""
 
-    def __init__(self, make: MakeNamespace, native: bool) -> None:
+    def __init__(self, make: MakeNamespace, path: Literal["native", "python", "bpf"]) -> None:
         near, self.far = make("near"), make("far")
         veth(near, self.far)
         self.far.ip(f"addr add {FOREIGN}/24 dev eth0")
-        self.node = Node(near, 1, native)
+        if path == "bpf":
+            finish_packets(near)
+        self.node = BpfNode(near, 1) if path == "bpf" else Node(near, 1, path == "native")
         self.node.up(peer(9))
         near.ip("addr add 10.5.1.2/32 dev lo")
         self.socket = self.far.socket()
@@ -68,7 +72,9 @@ class Played:
         return self.socket.recv(65535)
 
     def count(self, name: str) -> int:
-        return self.node.carrier.stats()[name]
+        """What the pump counted, and the programs where there are any."""
+        stats = self.node.carrier.stats()
+        return stats[name] + stats.get(f"bpf_{name}", 0)
 
 
 @pytest.fixture(params=PUMPS)
@@ -76,9 +82,9 @@ def native(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture
-def played(make_namespace: MakeNamespace, native: bool) -> Iterator[Played]:
-    one = Played(make_namespace, native)
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "python", "bpf"])
+def played(make_namespace: MakeNamespace, request: pytest.FixtureRequest) -> Iterator[Played]:
+    one = Played(make_namespace, request.param)
     yield one
     one.close()
 
@@ -218,7 +224,7 @@ def test_U05_a_ttl_that_ends_here_is_answered_to_the_remote_sender(played: Playe
 
 @needs_native
 def test_icmp_errors_are_limited(make_namespace: MakeNamespace) -> None:
-    played = Played(make_namespace, True)
+    played = Played(make_namespace, "native")
     try:
         with played.inside() as sock:
 
@@ -285,7 +291,8 @@ def test_routes_change_while_packets_flow(played: Played) -> None:
         sent = played.count("tx_packets")
         until("packets again", lambda: played.count("tx_packets") > sent + 100, 5)
         began = time.monotonic()
-        played.node.carrier.close()
+        with played.node.namespace.inside():
+            played.node.carrier.discard()
         assert time.monotonic() - began < 2
     finally:
         stop.set()

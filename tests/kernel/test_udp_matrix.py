@@ -17,7 +17,7 @@ from tests.support.paths import IN_GUEST, DataPath, bad_checksums, connected, da
 
 pytestmark = pytest.mark.kernel
 
-PATHS: tuple[DataPath, ...] = ("native", "python", "fou", "plain")
+PATHS: tuple[DataPath, ...] = ("native", "python", "fou", "bpf", "plain")
 SECONDS = float(os.environ.get("UDP_MATRIX_SECONDS", "0"))
 """How long each pair is kept at it; once at least."""
 SLOW = frozenset({"python", "plain"})

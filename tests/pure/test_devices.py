@@ -148,6 +148,9 @@ class FakeKernel:
             self.offload = enabled
         return self.offload
 
+    def remove_programs(self, keep: Collection[int]) -> list[str]:
+        return []
+
     def addresses(self) -> tuple[Address, ...]:
         return self.addresses_held
 

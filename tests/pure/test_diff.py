@@ -17,6 +17,7 @@ from backends.dataplane.model import (
     FdbEntry,
     Ipip,
     IpsecPolicy,
+    KeptTun,
     Link,
     Neighbour,
     ObservedState,
@@ -264,6 +265,9 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
             Link("flannel.8", 7, "bridge", "", 1500, True),
             Link("flannel.ipip", 8, "ipip", "", 1480, True, Ipip(None)),
             Link("flannel.fou", 12, "ipip", "", 1472, True, Ipip(None, fou_port=8285)),
+            Link("flannel0", 13, "tun", "", 1472, True, KeptTun()),
+            Link("flannel1", 14, "tun", "", 1472, True),
+            Link("tun0", 15, "tun", "", 1472, True, KeptTun()),
             Link("tunl0", 9, "ipip", "", 1480, True, Ipip(None)),
             Link("flannel-wg", 10, "wireguard", "", 1420, True, Wireguard(51820, "")),
             Link("wg0", 11, "wireguard", "", 1420, True, Wireguard(51821, "")),
@@ -277,11 +281,15 @@ def test_C11_device_of_an_earlier_vni_is_recognised_by_its_address() -> None:
         Address("flannel.8", ip_interface("10.5.1.0/32")),
         Address("flannel.ipip", ip_interface("10.5.1.0/32")),
         Address("flannel.fou", ip_interface("10.5.1.0/32")),
+        Address("flannel0", ip_interface("10.5.1.0/32")),
+        Address("flannel1", ip_interface("10.5.1.0/32")),
+        Address("tun0", ip_interface("10.5.1.0/32")),
         Address("tunl0", ip_interface("10.5.1.0/32")),
         Address("flannel-wg", ip_interface("10.5.1.0/32")),
         Address("wg0", ip_interface("10.5.1.0/32")),
     ]
-    assert leftover_links(links, held, _desired()) == ("flannel-wg", "flannel.2", "flannel.fou", "flannel.ipip")
+    gone = ("flannel-wg", "flannel.2", "flannel.fou", "flannel.ipip", "flannel0")
+    assert leftover_links(links, held, _desired()) == gone
 
 
 OWN = ip_network("10.5.7.0/24")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from ipaddress import ip_address, ip_interface
 from typing import Any
 
@@ -10,7 +11,7 @@ from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
-from backends.dataplane.model import Address, Ip6Tunnel, Ipip, Link, LinkSpec, Vxlan
+from backends.dataplane.model import Address, Ip6Tunnel, Ipip, KeptTun, Link, LinkSpec, Vxlan
 from backends.kernel import linkmsg, rtnl
 from tests.support.netlink import reference
 
@@ -186,6 +187,23 @@ def test_ipip_device_is_understood() -> None:
 def test_external_ipv6_tunnel_is_understood() -> None:
     assert _link("ip6tnl", [("IFLA_IP6TNL_COLLECT_METADATA", True)]).tunnel == Ip6Tunnel(True)
     assert _link("ip6tnl", []).tunnel == Ip6Tunnel(False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "persistent", "expected"),
+    [(1, 1, KeptTun()), (1, 0, None), (2, 1, None)],
+    ids=["kept", "goes with its reader", "tap"],
+)
+def test_a_tun_device_that_outlives_its_reader_is_told_from_others(
+    mode: int, persistent: int, expected: KeptTun | None
+) -> None:
+    # linux/if_link.h: IFLA_TUN_TYPE 3, IFLA_TUN_PERSIST 6.
+    data = rtnl.attribute(3, bytes([mode])) + rtnl.attribute(6, bytes([persistent]))
+    info = rtnl.attribute(1, b"tun\0") + rtnl.attribute(2, data)
+    body = struct.pack("=BBHiII", 0, 0, 65534, 7, 0x1, 0) + rtnl.attribute(3, b"flannel0\0") + rtnl.attribute(18, info)
+    buffer = rtnl.message(16, 0, 1, body)
+    link = linkmsg.decode_link(buffer, _header(buffer))
+    assert (link.name, link.kind, link.tunnel) == ("flannel0", "tun", expected)
 
 
 def test_multicast_and_misses_of_a_vxlan_device_are_seen() -> None:

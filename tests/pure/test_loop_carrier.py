@@ -11,7 +11,7 @@ import pytest
 from backends.alloc import AllocBackend
 from backends.api import Carrier
 from backends.dataplane.model import Link
-from backends.dataplane.ports import Kernel
+from backends.dataplane.ports import HookSeen, Kernel
 from flanneld.inbox import Wake
 from flanneld.traffic.vtep_rules import VtepFilter
 from subnet.manager import LeasesChanged, LeasesListed, StoreState
@@ -29,6 +29,8 @@ class FakeCarrier(Carrier):
         self.missing, self.waiting = "PRE", "POST"
         self.trouble: dict[str, str] = {}
         self.ensured = self.closed = 0
+        self.completes: list[bool] = []
+        self.hooks: frozenset[int] = frozenset()
 
     def ensure(self, kernel: Kernel) -> dict[str, Link]:
         self.ensured += 1
@@ -37,14 +39,18 @@ class FakeCarrier(Carrier):
     def unprepared(self) -> str:
         return self.missing
 
-    def carry(self, own: Subnets, peers: Collection[Lease]) -> None:
+    def carry(self, own: Subnets, peers: Collection[Lease], complete: bool = True) -> None:
         self.heard.append((own, {str(p.subnets) for p in peers}))
+        self.completes.append(complete)
 
     def unready(self) -> str:
         return self.waiting
 
     def problems(self) -> dict[str, str]:
         return self.trouble
+
+    def hooked(self) -> frozenset[int]:
+        return self.hooks
 
     def close(self) -> None:
         self.closed += 1
@@ -78,6 +84,31 @@ def test_lease_is_asked_for_once_the_carrier_knows_what_peers_must_be_told(
     node.play(Wake())
     assert len(node.manager.requests) == 1
     assert carrier.heard == []
+
+
+def test_a_program_that_was_removed_from_a_device_is_put_back(tmp_path: Path, carrier: FakeCarrier) -> None:
+    carrier.missing = carrier.waiting = ""
+    carrier.hooks = frozenset({2, 7})
+    node = Node(tmp_path).started(peer(2))
+    before = carrier.ensured
+    node.play(node.kernel_says(HookSeen(9)))
+    assert carrier.ensured == before
+    node.play(node.kernel_says(HookSeen(7)))
+    assert carrier.ensured == before + 1
+
+
+def test_programs_of_an_earlier_configuration_go_once_the_leases_are_known(
+    tmp_path: Path, carrier: FakeCarrier
+) -> None:
+    carrier.missing = carrier.waiting = ""
+    carrier.hooks = frozenset({7})
+    node = Node(tmp_path)
+    node.kernel.programs = [2, 7]
+    cached = LeasesListed((peer(2),), 0, complete=False)
+    node.play(StoreState(False, "down"), config_seen(CONFIG), cached, lambda: [node.own()], node.rules_ok)
+    assert (node.kernel.programs, carrier.completes[-1]) == ([2, 7], False)
+    node.play(StoreState(True), LeasesListed((peer(2),), 9))
+    assert (node.kernel.programs, carrier.completes[-1]) == ([7], True)
 
 
 def test_ready_and_subnet_env_wait_for_the_carrier(tmp_path: Path, carrier: FakeCarrier) -> None:

@@ -12,7 +12,7 @@ from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from backends.dataplane.model import Change, Encap, FdbEntry, Neighbour, Route
-from backends.dataplane.ports import LinkSeen, ObjectSeen
+from backends.dataplane.ports import HookSeen, LinkSeen, ObjectSeen
 from backends.kernel import rtnl
 from tests.support.netlink import reference
 
@@ -163,6 +163,13 @@ def test_link_notification() -> None:
     buffer = rtnl.message(17, 0, 0, body)
     (header,) = rtnl.messages(buffer)
     assert rtnl.decode_event(buffer, header) == LinkSeen("flannel.1", 12, True)
+
+
+@pytest.mark.parametrize("kind", [37, 45], ids=["RTM_DELQDISC", "RTM_DELTFILTER"])
+def test_removal_of_what_is_attached_to_a_device_is_seen(kind: int) -> None:
+    buffer = rtnl.message(kind, 0, 0, struct.pack("=BxxxiIII", 0, 12, 0x142, 0xFFFFFFF2, 0))
+    (header,) = rtnl.messages(buffer)
+    assert rtnl.decode_event(buffer, header) == HookSeen(12)
 
 
 def test_multipath_route_shows_its_first_next_hop() -> None:

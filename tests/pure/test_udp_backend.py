@@ -94,7 +94,6 @@ def test_a_carrier_goes_on_while_what_it_is_made_of_stays() -> None:
         (',"Port":0', "", r"Backend\.Port 0: must be 1 to 65535"),
         (',"Port":65536', "", r"Backend\.Port 65536"),
         (',"Port":"8285"', "", r"Backend\.Port"),
-        (',"DataPath":"bpf"', "", r"Backend\.DataPath 'bpf' is not available in this version; it has auto, user, fou"),
         (',"DataPath":"kernel"', "", r"Backend\.DataPath 'kernel' is unknown"),
         (',"AllowUnknown":1', "", r"Backend\.AllowUnknown 1: must be"),
         (',"DataPath":1', "", r"Backend\.DataPath 1: must be a string"),

@@ -42,6 +42,7 @@ class FakeKernel:
         self.observations = 0
         self.creations: list[LinkSpec] = []
         self.ways: dict[IPAddress, tuple[str, IPAddress | None]] = {}
+        self.programs: list[int] = []
         self._index = 1
         self.add_device("lo", loopback=True)
         self.add_device("eth0")
@@ -146,3 +147,9 @@ class FakeKernel:
 
     def set_tx_checksum(self, name: str, enabled: bool) -> bool:
         return enabled
+
+    def remove_programs(self, keep: Collection[int]) -> list[str]:
+        gone = [index for index in self.programs if index not in keep]
+        for index in gone:
+            self.programs.remove(index)
+        return [f"program at {index}" for index in gone]

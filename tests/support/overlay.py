@@ -55,7 +55,7 @@ class Node:
             self.underlay, self.overlay = f"2001:db8:1::{number}", f"fd05:0:0:{number}::"
             namespace.ip(f"addr add {self.underlay}/64 dev eth0 nodad")
             spec = CarrierSpec(IPv6Address(self.underlay), PORT, mtu_bytes - 48, NETWORK_V6)
-        self.carrier = UdpCarrier(spec, native=native)
+        self.carrier: UdpCarrier = UdpCarrier(spec, native=native)
 
     def up(self, *peers: Lease) -> None:
         with self.namespace.inside():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import threading
@@ -16,14 +17,17 @@ from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import diff
 from backends.kernel.ethtool import set_tx_checksum
 from backends.kernel.netlink import NetlinkKernel
+from backends.udp.bpf.carrier import BpfCarrier, BpfSpec
 from backends.udp.fou import DEVICE, FouBackend
 from subnet.config import parse_network_config
-from subnet.model import Subnets
+from subnet.model import Lease, Subnets
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.overlay import NETWORK, PORT, Node, peer, stream, subnet
 from tests.support.plain_pump import PlainPump
 
-DataPath: TypeAlias = Literal["native", "python", "fou", "plain"]
+DataPath: TypeAlias = Literal["native", "python", "fou", "bpf", "plain"]
+KERNEL: frozenset[DataPath] = frozenset({"fou", "bpf"})
+"""Those that leave checksums and segments to the link."""
 MTU_BYTES = 1500
 IN_GUEST = os.environ.get("FLANNELD_GUEST") == "1"
 
@@ -62,6 +66,49 @@ class FouNode:
                 kernel.close()
 
 
+class BpfNode(Node):
+    """Host N whose packets programs carry; ``native`` is the pump for what they pass on."""
+
+    def __init__(self, namespace: Namespace, number: int, native: bool | None = None, unknown: bool = False) -> None:
+        super().__init__(namespace, number, native=False)
+        # Where a host does not forward, the way to a peer cannot be looked up.
+        namespace.sysctl("net.ipv4.ip_forward", 1)
+        (link,) = namespace.ip_json("link show dev eth0")
+        self.spec = BpfSpec(
+            IPv4Address(self.underlay),
+            PORT,
+            link["mtu"] - 28,
+            NETWORK,
+            unknown,
+            kept=True,
+            external="eth0",
+            external_index=link["ifindex"],
+        )
+        self.native = native
+        self.carrier = BpfCarrier(self.spec, native=native)
+
+    def know(self, *peers: Lease) -> None:
+        with self.namespace.inside():
+            super().know(*peers)
+
+    def ensure(self) -> None:
+        """Compare once, as a daemon does now and then."""
+        with self.namespace.inside():
+            kernel = NetlinkKernel()
+            try:
+                self.carrier.ensure(kernel)
+            finally:
+                kernel.close()
+
+    def programs(self) -> dict[str, list[int]]:
+        """Return the numbers of the programs at each place, as tc(8) shows them."""
+        found = {}
+        for place in ("dev flannel0 egress", "dev eth0 ingress"):
+            said = self.namespace.run("tc", "-j", "filter", "show", *place.split(), check=False) or "[]"
+            found[place] = [f["options"]["prog"]["id"] for f in json.loads(said) if "prog" in f.get("options", {})]
+        return found
+
+
 class PlainNode:
     """Host N as ``Node``, with the pump that does one packet at a time."""
 
@@ -95,7 +142,7 @@ def connected(make: MakeNamespace, paths: tuple[DataPath, DataPath]) -> Iterator
         ends: list[End] = []
         for number, (space, path) in enumerate(zip(spaces, paths, strict=True), 1):
             other = 3 - number
-            if "fou" in paths:
+            if KERNEL & {*paths}:
                 finish_packets(space)
             if path == "fou":
                 fou = FouNode(space, number)
@@ -107,7 +154,7 @@ def connected(make: MakeNamespace, paths: tuple[DataPath, DataPath]) -> Iterator
                 plain.up(other)
                 ends.append(plain)
             else:
-                node = Node(space, number, path == "native")
+                node = BpfNode(space, number) if path == "bpf" else Node(space, number, path == "native")
                 ending.callback(node.carrier.close)
                 node.up(peer(other))
                 ends.append(node)
