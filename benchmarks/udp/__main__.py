@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -28,14 +29,17 @@ VARIANTS = (
     Variant("plain", "plain"),
     Variant("native", "native"),
     Variant("python", "python"),
+    Variant("bpf", "bpf"),
     Variant("native", "plain"),
     Variant("python", "plain"),
 )
+PATHS = ("bare", "vxlan", "plain", "native", "python", "bpf")
 ROUTED = tuple(Variant(path, path, more) for more in (5_000, 50_000) for path in ("plain", "native"))
 
 LEGEND = """\
 - plain: one packet per system call, a list of routes searched from its beginning, in C, as upstream's proxy is built
   (`benchmarks/udp/plain.c`). Two paths in a name: the first host has one, the second the other.
+- bpf: both ends are programs, which do without finished checksums; beside other peers such cables are refused.
 - TCP: iperf3, cubic, directions in turn. CPU: all processors of the machine, senders and receivers included.
 - 64-byte packets: one flow, at most 256 under way. Round trip: UDP, one packet at a time.
 - Everything shares the machine's cores. A figure that hangs on how fast a sleeping core wakes, such as the round trip,
@@ -65,15 +69,19 @@ def measure(pair: Pair, figures: Figures, seconds: int, reverse: bool) -> None:
     figures["round trip, 99 %"].append(late)
 
 
-def run(link: str, rounds: int, seconds: int) -> tuple[dict[Variant, Figures], dict[Variant, list[float]]]:
+def run(
+    link: str, rounds: int, seconds: int, paths: Collection[str]
+) -> tuple[dict[Variant, Figures], dict[Variant, list[float]]]:
     """Return the figures of one kind of cable, and packets per second to two hosts with many routes."""
-    found = {v: {name: list[float]() for name, _, _ in METRICS} for v in VARIANTS}
-    routed = {v: list[float]() for v in (Variant("plain", "plain"), Variant("native", "native"), *ROUTED)}
+    variants = [v for v in VARIANTS if {v.first, v.second} <= {"plain", *paths}]
+    routes = ROUTED if link == "full" and "native" in paths else ()
+    found = {v: {name: list[float]() for name, _, _ in METRICS} for v in variants}
+    routed = {v: list[float]() for v in (Variant("plain", "plain"), Variant("native", "native"), *ROUTED) if routes}
     with ExitStack() as ending:
         tools = Path(ending.enter_context(tempfile.TemporaryDirectory()))
         build(tools)
         pairs = []
-        for number, variant in enumerate((*VARIANTS, *(ROUTED if link == "full" else ()))):
+        for number, variant in enumerate((*variants, *routes)):
             pair = Pair(variant, tools, link == "nic")
             pair.start(ending, f"{link}{number}")
             pairs.append(pair)
@@ -81,7 +89,7 @@ def run(link: str, rounds: int, seconds: int) -> tuple[dict[Variant, Figures], d
             for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
                 if pair.variant in found:
                     measure(pair, found[pair.variant], seconds, bool(number % 2))
-                if pair.variant in routed and link == "full":
+                if pair.variant in routed:
                     routed[pair.variant].append(pair.small(seconds / 2, 2) / 1e3)
             print(f"{link}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return found, routed
@@ -103,6 +111,16 @@ def table(found: dict[Variant, Figures]) -> str:
     return "\n".join(lines)
 
 
+def against(found: dict[Variant, Figures], path: str, reference: str) -> str:
+    """Return how a path compares with another one: medians of the rounds' own ratios."""
+    first, second = found[Variant(path, path)], found[Variant(reference, reference)]
+    parts = []
+    for name, _, _ in METRICS:
+        ratio = median(value / other for value, other in zip(first[name], second[name], strict=True))
+        parts.append(f"{name} {ratio:.2f}")
+    return f"{path} ÷ {reference}: {'; '.join(parts)}."
+
+
 def routes_table(routed: dict[Variant, list[float]]) -> str:
     """Return a Markdown table of packets per second to two hosts in turn, by the number of routes."""
     lines = ["| routes | plain, k/s | native, k/s | native ÷ plain |", "|---|---|---|---|"]
@@ -119,17 +137,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=2)
     parser.add_argument("--link", choices=("full", "nic", "both"), default="both")
+    parser.add_argument("--paths", default=",".join(PATHS), help="data paths to measure beside plain, with commas")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     options = parser.parse_args()
+    paths = options.paths.split(",")
+    if not {*paths} <= {*PATHS}:
+        parser.error(f"--paths: {options.paths}: there are {', '.join(PATHS)}")
     missing = [tool for tool in ("gcc", "iperf3") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         parser.error(f"missing: {', '.join(missing)}" if missing else "needs root: network namespaces are made")
     before = os.getloadavg()[0]
     parts = []
     for link in ("full", "nic") if options.link == "both" else (options.link,):
-        found, routed = run(link, options.rounds, options.seconds)
+        found, routed = run(link, options.rounds, options.seconds, paths)
         parts += [f"## Cable `{link}`", table(found)]
-        if link == "full":
+        if {"bpf", "vxlan"} <= {*paths}:
+            parts.append(against(found, "bpf", "vxlan"))
+        if routed:
             parts += ["64-byte packets to two hosts in turn, by the number of further routes:", routes_table(routed)]
     head = [
         "# Results of the udp backend",

@@ -6,13 +6,16 @@ Says ``ready`` and carries until standard input ends.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 
 from backends.kernel.netlink import NetlinkKernel
 from backends.kernel.tun import open_tun
+from backends.udp.bpf.carrier import BpfCarrier, BpfSpec
 from backends.udp.carrier import CarrierSpec, UdpCarrier
 from backends.udp.wire import open_wire
 from subnet.model import Lease, LeaseAttrs, Subnets
@@ -45,10 +48,7 @@ def table(number: int, more: int) -> dict[IPv4Network, IPv4Address]:
 def main(number: int, path: str, more: int, plain: str) -> None:
     """Carry until standard input ends."""
     with ExitStack() as ending:
-        if path == "plain":
-            device = _plain(ending, number, more, plain)
-        else:
-            device = _own(ending, number, more, path == "native")
+        device = _plain(ending, number, more, plain) if path == "plain" else _own(ending, number, more, path)
         for command in (
             f"addr add {subnet(number).network_address}/32 dev {device}",
             f"route add {NETWORK} dev {device}",
@@ -59,8 +59,18 @@ def main(number: int, path: str, more: int, plain: str) -> None:
         sys.stdin.read()
 
 
-def _own(ending: ExitStack, number: int, more: int, native: bool) -> str:
-    carrier = UdpCarrier(CarrierSpec(underlay(number), PORT, MTU_BYTES, NETWORK), native=native)
+def _carrier(number: int, path: str) -> UdpCarrier:
+    if path != "bpf":
+        return UdpCarrier(CarrierSpec(underlay(number), PORT, MTU_BYTES, NETWORK), native=path == "native")
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    index = socket.if_nametoindex("eth0")
+    spec = BpfSpec(underlay(number), PORT, MTU_BYTES, NETWORK, kept=True, external="eth0", external_index=index)
+    # A cable that finishes no packets is refused elsewhere. Here both ends are programs, which do without.
+    return BpfCarrier(spec, unfinished=lambda _: "")
+
+
+def _own(ending: ExitStack, number: int, more: int, path: str) -> str:
+    carrier = _carrier(number, path)
     ending.callback(carrier.close)
     kernel = NetlinkKernel()
     ending.callback(kernel.close)

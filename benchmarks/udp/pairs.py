@@ -30,7 +30,7 @@ def build(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which paths the ends take: ``bare``, ``vxlan``, ``plain``, ``native`` or ``python``; and further routes."""
+    """Which paths the ends take (``benchmarks.udp.__main__.PATHS``), and further routes."""
 
     first: str
     second: str

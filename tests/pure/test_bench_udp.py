@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.udp.__main__ import METRICS, routes_table, table
+from benchmarks.udp.__main__ import METRICS, against, routes_table, table
 from benchmarks.udp.node import subnet, underlay
 from benchmarks.udp.node import table as routes
 from benchmarks.udp.pairs import Variant
@@ -28,6 +28,7 @@ def test_ratios_are_those_of_the_rounds() -> None:
     lines = table(found).splitlines()
     assert lines[2].startswith("| plain | 2.00 (1.00–4.00) | 1.00 |")
     assert lines[3].startswith("| native | 12.00 (5.00–20.00) | 5.00 |")
+    assert against(found, "native", "plain").startswith("native ÷ plain: TCP, 1 stream 5.00; TCP, 4 streams 5.00;")
     routed = {Variant(path, path, more): [100.0, 50.0] for path in ("plain", "native") for more in (0, 5_000, 50_000)}
     routed[Variant("native", "native", 50_000)] = [300.0, 200.0]
     assert routes_table(routed).splitlines()[-1] == "| 50000 | 75 | 250 | 3.50 |"
