@@ -38,6 +38,7 @@ from flanneld.__main__ import run
 sys.exit(run())
 """
 """A daemon that carries packets itself, as one of another kind or version would under the same config."""
+USER_COMMAND = (sys.executable, "-c", USER, str(ROOT))
 
 
 def config(path: str = "fou") -> dict[str, Any]:
@@ -52,7 +53,7 @@ def finish_packets(host: Host, whole: bool = True) -> None:
 def lab() -> Iterator[Lab]:
     """Two hosts whose kernels carry, and a third whose daemon does."""
     with Lab(2, config=config(), start=False, ready_timeout_s=READY_S) as built:
-        built.add_host(command=(sys.executable, "-c", USER, str(ROOT)))
+        built.add_host(command=USER_COMMAND)
         for host in built.hosts:
             finish_packets(host)
         built.start()
