@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_SLEEP_S = 600.0
 """Waits do not count time spent suspended; after this long the clock is looked at again."""
-LISTING_S = 5.0
-"""How long a listing may be acted upon without reading anew; changes that are heard of end that at once."""
 CONFLICT_STEP_S = 0.05
 MANY_CONFLICTS = 20
 
@@ -67,10 +65,6 @@ class Keeper:
     """Something may have happened to the own key."""
     _awake: bool = field(default=False, init=False)
     _busy: bool = field(default=False, init=False)
-    _listing: tuple[float, tuple[KeyValue, ...]] | None = field(default=None, init=False)
-    """What the reader listed, and when, as long as no own key is held and nothing has changed since."""
-    _heard: dict[str, int] = field(default_factory=dict, init=False)
-    """Revisions of the keys that changed during a step."""
 
     def __post_init__(self) -> None:
         self._layout = Layout(self.settings.prefix)
@@ -96,7 +90,6 @@ class Keeper:
             held = self._held
             if held is None or self._busy:
                 self._doubt = True
-                self._listing = (self.clock.now(), kvs) if held is None else None
             elif any(kv.key == held.lease.key and unchanged(held.lease, kv) for kv in kvs):
                 return
             self._doubt = True
@@ -105,11 +98,9 @@ class Keeper:
     def changed(self, events: tuple[KeyEvent, ...]) -> None:
         """Notice what happens to the own key, and freed subnets while there is none (Listener)."""
         with self._signal:
-            held, self._listing = self._held, None
+            held = self._held
             if held is None or self._busy:
                 self._doubt = True
-                if self._busy:
-                    self._heard.update((e.key, e.revision) for e in events)
                 if held is None and any(e.kv is None for e in events):
                     self._wake()
             elif any(e.key == held.lease.key and e.revision > held.lease.revision for e in events):
@@ -148,7 +139,7 @@ class Keeper:
         """Do what is due; returns in how many seconds something is due again, None if nothing is."""
         with self._signal:
             request, doubt = self._wanted, self._doubt
-            self._doubt, self._busy, self._heard = False, True, {}
+            self._doubt, self._busy = False, True
         try:
             if request is None or self._ended:
                 return None
@@ -156,9 +147,6 @@ class Keeper:
         finally:
             with self._signal:
                 self._busy = False
-                held = self._held and self._held.lease
-                if held and self._heard.get(held.key, 0) > held.revision:
-                    self._wake()
 
     def _step(self, request: LeaseRequest, doubt: bool) -> float | None:
         try:
@@ -208,7 +196,7 @@ class Keeper:
 
     def _acquire(self, request: LeaseRequest) -> None:
         """Find out which subnet to hold, take it, and let go of the others."""
-        kvs = by_key(self._all_keys())
+        kvs = by_key(self.store.snapshot(self._layout.config, self._layout.subnets).leases)
         held = self._held.lease if self._held else None
         wish = replace(request, previous=self._last.lease.subnets) if self._last else request
         leases = as_own(occupied(self._layout, kvs.values(), self.known), held, kvs, request.attrs)
@@ -227,20 +215,12 @@ class Keeper:
         self._claims.drop(d for d in decision.drop if d.key not in replaced)
         self._done = request
 
-    def _all_keys(self) -> tuple[KeyValue, ...]:
-        """Return all keys: once what the reader has just listed. Who writes by it learns of what came between."""
-        with self._signal:
-            listing, self._listing = self._listing, None
-        if listing is not None and self.clock.now() - listing[0] < LISTING_S:
-            return listing[1]
-        return self.store.snapshot(self._layout.config, self._layout.subnets).leases
-
     def _hold(self, held: Held, how: str) -> None:
         lease = held.lease
         if self._held is None or self._held.lease.key != lease.key:
             log.info("lease %s %s%s", lease.subnets, how, ", a reservation" if lease.reserved else "")
         with self._signal:
-            self._held, self._last, self._listing = held, held, None
+            self._held = self._last = held
         self._taken, self._leave_until = "", None
         self._schedule(held)
         self._say(OwnLease(lease))

@@ -124,10 +124,8 @@ class Reader:
         snapshot = self.store.snapshot(self.layout.config, self.layout.subnets)
         self._answered()
         self._see_config(snapshot.config)
-        leases = self._records.replace(snapshot.leases)
-        # The listener first: the own lease is asked for as soon as all leases are known.
+        self.post(LeasesListed(self._records.replace(snapshot.leases), snapshot.revision))
         self.listener.listed(snapshot.leases)
-        self.post(LeasesListed(leases, snapshot.revision))
         self._next = [snapshot.revision + 1] * 2
 
     # -- watching -----------------------------------------------------------------

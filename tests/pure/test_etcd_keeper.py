@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
@@ -14,7 +13,7 @@ from subnet.config import parse_network_config
 from subnet.errors import DatastoreError, Unavailable
 from subnet.etcd.keeper import Keeper
 from subnet.etcd.settings import EtcdSettings
-from subnet.etcd.store import KeyValue, Put
+from subnet.etcd.store import Put
 from subnet.manager import LeaseRequest, OwnLease, StoreEvent
 from subnet.model import IPNetwork, Lease, LeaseAttrs, Subnets
 from tests.support.fake_etcd import FakeEtcd
@@ -96,63 +95,6 @@ def test_creates_a_lease_for_a_day(etcd: FakeEtcd, node: Node) -> None:
     assert kv.value == value("192.0.2.1")
     assert etcd.leases[kv.lease_id][0] == DAY_S
     assert due == pytest.approx(DAY_S - 3600)
-
-
-def listing(etcd: FakeEtcd) -> tuple[KeyValue, ...]:
-    return tuple(etcd.keys[key] for key in sorted(etcd.keys))
-
-
-def test_what_was_just_listed_is_not_read_again(etcd: FakeEtcd, node: Node) -> None:
-    etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
-    node.keeper.listed(listing(etcd))
-    node.settle(request())
-    assert str(node.lease().subnets) == "10.5.2.0/24"
-    assert "snapshot" not in etcd.calls
-
-
-@pytest.mark.parametrize("passed_s", [0, 5])
-def test_a_listing_counts_until_something_changes_or_for_five_seconds(
-    etcd: FakeEtcd, node: Node, passed_s: float
-) -> None:
-    node.keeper.listed(listing(etcd))
-    etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
-    if passed_s == 0:
-        node.keeper.changed(tuple(etcd.history[-1:]))
-    etcd.clock.advance(passed_s)
-    node.settle(request())
-    assert str(node.lease().subnets) == "10.5.2.0/24"
-    assert etcd.calls[0] == "snapshot"
-
-
-def test_a_listing_that_is_behind_leads_to_a_conflict_and_is_read_anew(etcd: FakeEtcd, node: Node) -> None:
-    node.keeper.listed(listing(etcd))
-    etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
-    node.settle(request())
-    assert str(node.lease().subnets) == "10.5.2.0/24"
-
-
-def test_a_change_of_the_own_key_while_it_is_being_taken_is_looked_at(etcd: FakeEtcd, node: Node) -> None:
-    node.settle(request())
-    again = Node(etcd)
-    renew = etcd.keepalive_once
-
-    def taken_meanwhile(lease_id: int) -> int:
-        etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
-        again.keeper.changed(tuple(etcd.history[-1:]))
-        return renew(lease_id)
-
-    etcd.keepalive_once = taken_meanwhile  # type: ignore[method-assign]
-    thread = threading.Thread(target=again.keeper.run, daemon=True)
-    thread.start()
-    again.keeper.listed(listing(etcd))
-    again.keeper.want(request())
-    deadline = time.monotonic() + 5
-    while not (again.posted and str(again.lease().subnets) == "10.5.2.0/24") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    etcd.closed = True
-    again.keeper.wake()
-    thread.join(5)
-    assert str(again.lease().subnets) == "10.5.2.0/24"
 
 
 def test_wanting_the_same_again_is_free(etcd: FakeEtcd, node: Node) -> None:
