@@ -65,6 +65,8 @@ class Keeper:
     """Something may have happened to the own key."""
     _awake: bool = field(default=False, init=False)
     _busy: bool = field(default=False, init=False)
+    _heard: dict[str, int] = field(default_factory=dict, init=False)
+    """Revisions of the keys that changed during a step."""
 
     def __post_init__(self) -> None:
         self._layout = Layout(self.settings.prefix)
@@ -101,6 +103,8 @@ class Keeper:
             held = self._held
             if held is None or self._busy:
                 self._doubt = True
+                if self._busy:
+                    self._heard.update((e.key, e.revision) for e in events)
                 if held is None and any(e.kv is None for e in events):
                     self._wake()
             elif any(e.key == held.lease.key and e.revision > held.lease.revision for e in events):
@@ -139,7 +143,7 @@ class Keeper:
         """Do what is due; returns in how many seconds something is due again, None if nothing is."""
         with self._signal:
             request, doubt = self._wanted, self._doubt
-            self._doubt, self._busy = False, True
+            self._doubt, self._busy, self._heard = False, True, {}
         try:
             if request is None or self._ended:
                 return None
@@ -147,6 +151,9 @@ class Keeper:
         finally:
             with self._signal:
                 self._busy = False
+                held = self._held and self._held.lease
+                if held and self._heard.get(held.key, 0) > held.revision:
+                    self._wake()
 
     def _step(self, request: LeaseRequest, doubt: bool) -> float | None:
         try:

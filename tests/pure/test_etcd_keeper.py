@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
@@ -95,6 +96,29 @@ def test_creates_a_lease_for_a_day(etcd: FakeEtcd, node: Node) -> None:
     assert kv.value == value("192.0.2.1")
     assert etcd.leases[kv.lease_id][0] == DAY_S
     assert due == pytest.approx(DAY_S - 3600)
+
+
+def test_a_change_of_the_own_key_while_it_is_being_taken_is_looked_at(etcd: FakeEtcd, node: Node) -> None:
+    node.settle(request())
+    again = Node(etcd)
+    renew = etcd.keepalive_once
+
+    def taken_meanwhile(lease_id: int) -> int:
+        etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
+        again.keeper.changed(tuple(etcd.history[-1:]))
+        return renew(lease_id)
+
+    etcd.keepalive_once = taken_meanwhile  # type: ignore[method-assign]
+    thread = threading.Thread(target=again.keeper.run, daemon=True)
+    thread.start()
+    again.keeper.want(request())
+    deadline = time.monotonic() + 5
+    while not (again.posted and str(again.lease().subnets) == "10.5.2.0/24") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    etcd.closed = True
+    again.keeper.wake()
+    thread.join(5)
+    assert str(again.lease().subnets) == "10.5.2.0/24"
 
 
 def test_wanting_the_same_again_is_free(etcd: FakeEtcd, node: Node) -> None:
