@@ -375,9 +375,9 @@ def test_bulk_data_arrives_intact_both_ways(make_namespace: MakeNamespace, nativ
 def test_bulk_data_with_a_per_packet_peer(make_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_wire
 
-    def plain(address: IPv4Address, port: int) -> object:
-        wire = opened(address, port)
-        wire.socket.setsockopt(17, 104, 0)  # UDP_GRO
+    def plain(address: IPv4Address, port: int, *, gro: bool) -> object:
+        assert gro
+        wire = opened(address, port, gro=False)
         return type(wire)(wire.socket, False, False)
 
     with pair(make_namespace, (True, False)) as (first, second):
