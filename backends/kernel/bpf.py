@@ -59,6 +59,7 @@ _NO_BATCH: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, 524})
 _REASONS: Final = {
     errno.EPERM: "not permitted; the process needs the capabilities CAP_BPF and CAP_NET_ADMIN, and a "
     "system call filter that lets bpf(2) pass",
+    errno.EACCES: "refused by the kernel, which takes it with the capability CAP_PERFMON only if it is an older one",
     errno.ENOSYS: "the kernel has no bpf(2)",
 }
 

@@ -247,7 +247,7 @@ def test_the_documented_drop_in_is_what_the_unit_lacks() -> None:
         service.systemctl("stop", "flanneld")
         lines = (ROOT / "docs" / "backend-udp.md").read_text().split("    [Service]\n", 1)[1].splitlines()
         documented = [line.strip() for line in lines if line.startswith("    ")][:2]
-        assert documented == ["CapabilityBoundingSet=CAP_BPF", "SystemCallFilter=bpf"]
+        assert documented == ["CapabilityBoundingSet=CAP_BPF CAP_PERFMON", "SystemCallFilter=bpf"]
         service.configure("\n".join(["[Service]", *documented, ""]), **settings(first, lab.etcd.url))
         service.start()
         second.daemon.start()
