@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
 
-from backends.kernel import bpf, tcfilter
-from backends.kernel.bpf import Bytecode, Map, MapKind
+from backends.kernel import tcfilter
+from backends.kernel.bpf import Map
 from backends.kernel.ethtool import set_tx_checksum
 from backends.kernel.netlink import NetlinkKernel
 from backends.udp.bpf.carrier import BpfCarrier
-from backends.udp.bpf.programs import lease_entries
 from backends.udp.carrier import CarrierSpec, UdpCarrier
 from subnet.errors import KernelError
-from subnet.model import IPAddress, IPNetwork
 from tests.support import ipv4
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.overlay import NETWORK, PORT, peer, until
-from tests.support.paths import BpfNode, connected, finish_packets, streams
+from tests.support.paths import BpfNode, connected, finish_packets, only_finished_packets_arrive, streams
 
 pytestmark = [pytest.mark.kernel, pytest.mark.stock]
 
@@ -281,16 +275,7 @@ def test_on_a_link_that_finishes_nothing_it_is_refused_because_peers_would_lose_
         with pytest.raises(KernelError, match=r"DataPath bpf on eth0: eth0 \(veth\) hands packets on"):
             first.ensure()
         assert "1 received" in first.namespace.run("ping", "-c1", "-W20", second.overlay)
-        with first.namespace.socket() as sender, second.namespace.socket() as receiver:
-            receiver.bind((second.overlay, 4000))
-            receiver.settimeout(2)
-            sender.sendto(b"with a checksum to be finished", (second.overlay, 4000))
-            with pytest.raises(TimeoutError):
-                receiver.recv(100)
-            finish_packets(first.namespace)
-            receiver.settimeout(20)
-            sender.sendto(b"with a finished checksum", (second.overlay, 4000))
-            assert receiver.recv(100) == b"with a finished checksum"
+        only_finished_packets_arrive(first, second)
         first.ensure()
 
 
@@ -497,89 +482,6 @@ def test_the_pump_in_python_does_for_the_rest_as_well(make_namespace: MakeNamesp
         sock.sendto(b"options", ("10.5.9.2", 4001))
         assert {wire.recv(100)[-7:] for _ in range(2)} == {b"veryday", b"options"}
         until("the pump's count", lambda: (carried(node)[0], by_pump(node)[0]) == (1, 1))
-
-
-# -- loading -------------------------------------------------------------------------------------------
-
-
-def test_a_refused_program_is_refused_with_the_verifiers_words() -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
-    leaves_nothing = Bytecode(bytes.fromhex("9500000000000000"), {}, {})
-    with pytest.raises(KernelError, match=r"load bpf program empty: .*the verifier says: .*R0 !read_ok"):
-        bpf.load("empty", leaves_nothing, ())
-
-
-def entries(held: Map, keys: list[bytes]) -> list[bytes]:
-    """Return the values of keys, as another tool would read them."""
-    found = []
-    for key in keys:
-        holder, value = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(4)
-        where = ctypes.addressof(holder), ctypes.addressof(value)
-        bpf._bpf(bpf.MAP_LOOKUP_ELEM, struct.pack("=IxxxxQQQ", held.fd, *where, 0))
-        found.append(value.raw)
-    return found
-
-
-@pytest.mark.parametrize("batches", [True, False], ids=["together", "one by one"])
-def test_many_leases_are_written_together_where_the_kernel_can(monkeypatch: pytest.MonkeyPatch, batches: bool) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
-    table: dict[IPNetwork, IPAddress] = {
-        IPv4Network((0x0A000000 + (n << 8), 24)): IPv4Address(0xC0000200 + n) for n in range(10_000)
-    }
-    wanted = lease_entries(table)
-    call, calls = bpf._bpf, list[int]()
-
-    def counted(command: int, attributes: bytes) -> int:
-        calls.append(command)
-        if command == bpf.MAP_UPDATE_BATCH and not batches:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return call(command, attributes)
-
-    monkeypatch.setattr(bpf, "_bpf", counted)
-    held = Map("leases", MapKind.LPM_TRIE, (8, 4), 1 << 20, bpf.F_NO_PREALLOC)
-    try:
-        held.put(wanted)
-        assert len(calls) == 1 + (3 if batches else 1 + len(wanted))
-        assert entries(held, list(wanted)) == list(wanted.values())
-        held.remove(list(wanted)[1:])
-        held.remove(list(wanted)[1:])
-        with pytest.raises(OSError, match="No such file"):
-            entries(held, list(wanted)[1:2])
-    finally:
-        held.close()
-
-
-LOADS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from ipaddress import IPv4Address
-from backends.udp.bpf.programs import Programs, Settings
-programs = Programs()
-programs.load(Settings(IPv4Address("192.0.2.1"), 8285, 1, 1, 1472, False))
-print("loaded")
-"""
-
-
-LOADED, NOT_PERMITTED, OLDER = "loaded\n", "CAP_BPF and CAP_NET_ADMIN", "CAP_PERFMON only if it is an older one"
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "said"),
-    [
-        ("+bpf,+perfmon,+net_admin", (LOADED,)),
-        ("+bpf,+net_admin", (LOADED, OLDER)),  # by the kernel
-        ("+net_admin", (NOT_PERMITTED,)),
-        ("+bpf,+perfmon", (NOT_PERMITTED,)),
-    ],
-)
-def test_the_capabilities_it_takes_are_the_documented_ones(capabilities: str, said: tuple[str, ...]) -> None:
-    if os.geteuid():
-        pytest.skip("needs root")
-    argv = ["setpriv", "--bounding-set", f"-all,{capabilities}", sys.executable, "-c", LOADS, str(ROOT)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    assert any(words in done.stdout + done.stderr for words in said), done.stderr
 
 
 def test_a_way_in_that_was_made_by_others_is_shared(namespace: Namespace) -> None:

@@ -16,7 +16,7 @@ from subnet.errors import KernelError
 from tests.support import ipv4
 from tests.support.netns import MakeNamespace, Namespace, veth
 from tests.support.overlay import NETWORK, PORT
-from tests.support.paths import FouNode, connected, finish_packets
+from tests.support.paths import FouNode, connected, finish_packets, only_finished_packets_arrive
 
 pytestmark = pytest.mark.kernel
 
@@ -146,16 +146,7 @@ def test_on_a_link_that_finishes_nothing_a_user_space_peer_loses_all_but_pings(m
             with pytest.raises(KernelError, match=r"DataPath fou on eth0: eth0 \(veth\) hands packets on"):
                 carrier.ensure(NetlinkKernel())
         assert "1 received" in first.namespace.run("ping", "-c1", "-W20", second.overlay)
-        with first.namespace.socket() as sender, second.namespace.socket() as receiver:
-            receiver.bind((second.overlay, 4000))
-            receiver.settimeout(2)
-            sender.sendto(b"with a checksum to be finished", (second.overlay, 4000))
-            with pytest.raises(TimeoutError):
-                receiver.recv(100)
-            finish_packets(first.namespace)
-            receiver.settimeout(20)
-            sender.sendto(b"with a finished checksum", (second.overlay, 4000))
-            assert receiver.recv(100) == b"with a finished checksum"
+        only_finished_packets_arrive(first, second)
 
 
 @pytest.mark.vm

@@ -57,13 +57,17 @@ class Node:
             spec = CarrierSpec(IPv6Address(self.underlay), PORT, mtu_bytes - 48, NETWORK_V6)
         self.carrier: UdpCarrier = UdpCarrier(spec, native=native)
 
-    def up(self, *peers: Lease) -> None:
+    def ensure(self) -> None:
+        """Compare once, as a daemon does now and then."""
         with self.namespace.inside():
             kernel = NetlinkKernel()
             try:
                 self.carrier.ensure(kernel)
             finally:
                 kernel.close()
+
+    def up(self, *peers: Lease) -> None:
+        self.ensure()
         bits, network = (32, NETWORK) if self.family == 4 else (128, NETWORK_V6)
         self.namespace.ip(f"addr replace {self.overlay}/{bits} dev {self.carrier.device}")
         self.namespace.ip(f"-{self.family} route replace {network} dev {self.carrier.device}")

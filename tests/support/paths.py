@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import IPv4Address
 from typing import Literal, Protocol, TypeAlias
 
+import pytest
+
 from backends.api import ExternalInterface, Setting
 from backends.dataplane.devices import DeviceKeeper
 from backends.dataplane.diff import diff
@@ -91,15 +93,6 @@ class BpfNode(Node):
         with self.namespace.inside():
             super().know(*peers)
 
-    def ensure(self) -> None:
-        """Compare once, as a daemon does now and then."""
-        with self.namespace.inside():
-            kernel = NetlinkKernel()
-            try:
-                self.carrier.ensure(kernel)
-            finally:
-                kernel.close()
-
     def programs(self) -> dict[str, list[int]]:
         """Return the numbers of the programs at each place, as tc(8) shows them."""
         found = {}
@@ -159,6 +152,20 @@ def connected(make: MakeNamespace, paths: tuple[DataPath, DataPath]) -> Iterator
                 node.up(peer(other))
                 ends.append(node)
         yield ends[0], ends[1]
+
+
+def only_finished_packets_arrive(source: End, target: End) -> None:
+    """Show that a datagram is lost on a link that is handed unfinished checksums, and arrives once it is not."""
+    with source.namespace.socket() as sender, target.namespace.socket() as receiver:
+        receiver.bind((target.overlay, 4000))
+        receiver.settimeout(2)
+        sender.sendto(b"with a checksum to be finished", (target.overlay, 4000))
+        with pytest.raises(TimeoutError):
+            receiver.recv(100)
+        finish_packets(source.namespace)
+        receiver.settimeout(20)
+        sender.sendto(b"with a finished checksum", (target.overlay, 4000))
+        assert receiver.recv(100) == b"with a finished checksum"
 
 
 def _close(node: Node) -> None:
