@@ -13,6 +13,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.lab import FamilyChoice, network_config
 from flanneld.ctl.lab.tools import poll
 from tests.support.drawn import drawn
+from tests.support.echoes import all_answer
 
 pytestmark = [
     pytest.mark.system,
@@ -72,7 +73,7 @@ def test_commands_build_a_vxlan_network(tunnels: Lab) -> None:
         "BackendData": link["address"],
     }
     assert first.subnet_env()["FLANNEL_MTU"] == "1500"
-    poll("an answer", lambda: first.pod.namespace.ping(second.pod.address(), count=1)[0] == 1, timeout_s=10)
+    all_answer(tunnels.hosts)
     assert first.pod.namespace.ping(second.pod.address())[0] == 3
     assert second.pod.namespace.ping(first.pod.address(), payload_bytes=1450 - 28, dont_fragment=True)[0] == 3
     # The end: commands are told, within the time that a stop may take.
@@ -90,6 +91,7 @@ def test_restart_runs_every_addition_again_and_keeps_the_lease(tunnels: Lab) -> 
     first.daemon.start()
     first.daemon.wait_ready()
     assert first.subnet_env()["FLANNEL_SUBNET"] == before
+    all_answer(tunnels.hosts)
     assert first.pod.namespace.ping(second.pod.address())[0] == 3
 
 
@@ -98,6 +100,7 @@ def test_words_without_a_shell_and_routes_of_the_commands_stay() -> None:
         first, second = lab.hosts
         subnet = second.subnet_env()["FLANNEL_SUBNET"].replace(".1/", ".0/")
         poll("the route", lambda: peers_of(lab, 0) == {subnet: "192.0.2.2"}, timeout_s=10)
+        all_answer(lab.hosts)
         assert first.pod.ping(second.pod)[0] == 3
         lab.etcd.forge("10.5.200.0-24", {"PublicIP": "192.0.2.99", "PublicIPv6": None, "BackendType": "extension"})
         poll("another", lambda: peers_of(lab, 0).get("10.5.200.0/24") == "192.0.2.99", timeout_s=10)

@@ -12,6 +12,7 @@ import pytest
 from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
+from tests.support.echoes import all_answer
 from tests.support.kube import PREFIX, KubeApi, node_annotations
 from tests.support.kube_lab import API_PORT, api_on, config_file, run_in_kube_mode
 from tests.support.kube_node import CONFIG, DUAL
@@ -43,6 +44,7 @@ def hosts(lab: Lab, api: KubeApi, tmp_path_factory: pytest.TempPathFactory) -> l
     for host in lab.hosts:
         run_in_kube_mode(host, api, path)
     lab.start()
+    all_answer(lab.hosts, 4, 6)
     return lab.hosts
 
 

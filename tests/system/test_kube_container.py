@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flanneld.ctl.lab.hosts import OWN_COMMAND
+from tests.support.echoes import all_answer
 from tests.support.kube_lab import kube_lab
 from tests.support.kube_node import DUAL
 from tests.support.site import settle
@@ -68,6 +69,7 @@ def test_rights_of_the_manifest_are_enough(config: dict[str, Any]) -> None:
             )
         lab.start()
         first, second = lab.hosts
+        all_answer(lab.hosts, 4, 6)
         for family in (4, 6):
             assert first.pod.ping(second.pod, family)[0] == 3
         for host in lab.hosts:

@@ -17,6 +17,7 @@ from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.measure import throughput_bps
 from flanneld.ctl.lab.state import missing, observe, peer_leases
 from flanneld.ctl.lab.tools import poll, run
+from tests.support.echoes import all_answer
 
 ROOT = Path(__file__).parents[2]
 READY_S = 300
@@ -52,7 +53,7 @@ def test_hosts_hold_state_for_each_other(lab: Lab) -> None:
 
 def test_containers_reach_each_other_with_full_packets(lab: Lab) -> None:
     first, second = (h.pod for h in lab.hosts)
-    poll("an answer", lambda: first.ping(second, count=1)[0], timeout_s=10)
+    all_answer(lab.hosts)
     answers, mean_ms = first.ping(second)
     assert answers == 3
     assert mean_ms is not None

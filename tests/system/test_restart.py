@@ -11,6 +11,7 @@ import pytest
 
 from flanneld.ctl.lab.hosts import Host
 from tests.support.drawn import CONFIG
+from tests.support.echoes import all_answer
 from tests.support.expected import device, direct_routes, rules
 from tests.support.site import Network, Site, differs, lossless, peer_value, settle
 
@@ -129,6 +130,7 @@ def test_C11_other_vni_then_other_backend_after_a_restart_leave_nothing_behind(n
     network.start(*hosts)
     for host in hosts:
         settle("only flannel.42", partial(differs, tunnels, host, "flannel.42"), 5)
+    all_answer(hosts)
     assert a.pod.ping(b.pod)[0] == 3
     network.etcd.configure(CONFIG | {"Backend": {"Type": "host-gw"}})
     stop(*hosts)
@@ -137,6 +139,7 @@ def test_C11_other_vni_then_other_backend_after_a_restart_leave_nothing_behind(n
         settle("no tunnel", partial(tunnels, host), 5)
         route = f"route {network.subnet(other)} via {other.address} dev eth0 proto 142"
         settle("direct route", partial(differs, direct_routes, host, route), 5)
+    all_answer(hosts)
     assert a.pod.ping(b.pod)[0] == 3
 
 

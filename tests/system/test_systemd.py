@@ -13,6 +13,7 @@ import pytest
 from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.tools import poll
+from tests.support.echoes import all_answer
 from tests.support.systemd import Service, booted, needs_systemd, settings
 
 pytestmark = [
@@ -40,12 +41,7 @@ def ready(lab: Lab, service: Service) -> None:
     other.daemon.wait_ready()
     for host in lab.hosts:
         lab.add_pod(host)
-    answered(lab)
-
-
-def answered(lab: Lab) -> None:
-    for source, target in lab.pairs():
-        poll(f"{source} reaches {target}", lambda s=source, t=target: s.pod.ping(t.pod, count=1)[0], timeout_s=15)  # type: ignore[misc]
+    all_answer(lab.hosts)
 
 
 def masquerades(service: Service) -> dict[str, int]:
@@ -74,7 +70,7 @@ def test_the_confinement_leaves_room_for_rules_of_each_flavour(lab: Lab, flavour
         service.systemctl("stop", "flanneld")
         assert (service.shows("Result"), service.shows("ExecMainStatus")) == ("success", "0")
         assert first.subnet_env()["FLANNEL_SUBNET"]
-        answered(lab)  # what is in the kernel goes on without a daemon
+        all_answer(lab.hosts)  # what is in the kernel goes on without a daemon
 
 
 def test_udp_loses_nothing_by_a_restart_and_keeps_its_device_over_a_crash() -> None:
@@ -100,7 +96,7 @@ def test_udp_loses_nothing_by_a_restart_and_keeps_its_device_over_a_crash() -> N
         os.kill(service.pid, signal.SIGKILL)
         poll("another run", lambda: service.shows("NRestarts") == "1" and active(service), timeout_s=20)
         assert (first.namespace.link("flannel0") or {})["ifindex"] == (device or {})["ifindex"]
-        answered(lab)
+        all_answer(lab.hosts)
 
 
 def active(service: Service) -> bool:
@@ -116,7 +112,7 @@ def test_reload_is_a_restart_in_place(lab: Lab) -> None:
         poll("ready again", lambda: service.log().count(" INFO loop: ready") > runs, timeout_s=20)
         poll("STATUS", lambda: service.shows("StatusText").startswith("subnet "), timeout_s=10)
         assert (service.pid, service.shows("NRestarts")) == (pid, "0")
-        answered(lab)
+        all_answer(lab.hosts)
 
 
 def test_the_watchdog_ends_a_daemon_that_hangs(lab: Lab) -> None:
@@ -129,7 +125,7 @@ def test_the_watchdog_ends_a_daemon_that_hangs(lab: Lab) -> None:
         os.kill(service.pid, signal.SIGSTOP)
         poll("another run", lambda: service.shows("NRestarts") == "1" and active(service), timeout_s=30)
         assert lab.hosts[0].subnet_env()["FLANNEL_SUBNET"] == subnet
-        answered(lab)
+        all_answer(lab.hosts)
 
 
 def test_a_wrong_flag_is_not_tried_again(lab: Lab) -> None:

@@ -17,6 +17,7 @@ from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
 from tests.support.drawn import drawn
+from tests.support.echoes import all_answer
 from tests.support.overlay import stream
 
 pytestmark = [
@@ -45,11 +46,6 @@ def lab() -> Iterator[Lab]:
         yield built
 
 
-def answers(lab: Lab) -> None:
-    for source, target in lab.pairs():
-        poll(f"{source} reaches {target}", lambda s=source, t=target: s.pod.ping(t.pod, count=1)[0], timeout_s=15)  # type: ignore[misc]
-
-
 def transfer(source: Host, target: Host, size: int) -> None:
     family, kind = socket.AF_INET, socket.SOCK_STREAM
     server, client = target.pod.namespace.open_socket(family, kind), source.pod.namespace.open_socket(family, kind)
@@ -57,7 +53,7 @@ def transfer(source: Host, target: Host, size: int) -> None:
 
 
 def test_C08_a_config_without_backend_gives_tuns_and_full_packets(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     for host in lab.hosts:
         base = host.subnet_env()["FLANNEL_SUBNET"].replace(".1/24", ".0/32")
         assert host.subnet_env()["FLANNEL_MTU"] == "1472"
@@ -77,7 +73,7 @@ def test_C08_a_config_without_backend_gives_tuns_and_full_packets(lab: Lab) -> N
 
 
 def test_bulk_data_arrives_intact_both_ways(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second, plain = lab.hosts
     size = (50 if native_available() else 5) << 20
     with ThreadPoolExecutor() as pool:
@@ -88,7 +84,7 @@ def test_bulk_data_arrives_intact_both_ways(lab: Lab) -> None:
 
 
 def test_a_deleted_tun_comes_back_with_its_traffic(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     with Flow(first.pod.namespace, second.pod.namespace, second.pod.address()) as flow:
         poll("datagrams", flow.flowing, timeout_s=10)
@@ -98,11 +94,11 @@ def test_a_deleted_tun_comes_back_with_its_traffic(lab: Lab) -> None:
         poll("more", lambda: flow.sent > mark + 50, timeout_s=10)
         poll("datagrams again", flow.flowing, timeout_s=10)
     first.namespace.ip("route del 10.5.0.0/16 dev flannel0")
-    answers(lab)
+    all_answer(lab.hosts)
 
 
 def test_U05_a_subnet_nobody_leases_is_answered(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first = lab.hosts[0]
     said = first.pod.namespace.run("ping", "-c", "1", "-W", "5", "10.5.255.9", check=False)
     assert "Destination Net Unreachable" in said
@@ -120,18 +116,18 @@ def test_U05_a_subnet_nobody_leases_is_answered(lab: Lab) -> None:
 
 
 def test_a_renumbered_host_is_followed(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     second = lab.hosts[1]
     subnet = second.subnet_env()["FLANNEL_SUBNET"]
     second.namespace.ip("addr del 192.0.2.2/24 dev eth0", "addr add 192.0.2.102/24 dev eth0")
     second.namespace.ip("route replace default via 192.0.2.254")
     poll("the new address", lambda: "udp 192.0.2.102:8285" in second.daemon.log(), timeout_s=20)
-    answers(lab)
+    all_answer(lab.hosts)
     assert second.subnet_env()["FLANNEL_SUBNET"] == subnet
 
 
 def test_the_end_of_the_process_is_the_end_of_the_tun(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second, plain = lab.hosts
     subnets = [host.subnet_env()["FLANNEL_SUBNET"] for host in lab.hosts]
     with Flow(second.pod.namespace, first.pod.namespace, first.pod.address()):
@@ -144,7 +140,7 @@ def test_the_end_of_the_process_is_the_end_of_the_tun(lab: Lab) -> None:
         poll("the end of the device", lambda: second.namespace.link("flannel0") is None, timeout_s=5)
     lab.start()
     assert [host.subnet_env()["FLANNEL_SUBNET"] for host in lab.hosts] == subnets
-    answers(lab)
+    all_answer(lab.hosts)
 
 
 def test_U02_a_missing_device_node_is_waited_for_with_the_remedy_in_the_log() -> None:

@@ -18,6 +18,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
+from tests.support.echoes import all_answer
 from tests.support.overlay import stream
 from tests.support.systemd import booted, needs_systemd, settings
 from tests.system.test_udp import PYTHON_PUMP
@@ -56,11 +57,6 @@ def whole(host: Host) -> bool:
     return [len(found) for found in programs(host).values()] == [1, 1]
 
 
-def answers(lab: Lab) -> None:
-    for source, target in lab.pairs():
-        poll(f"{source} reaches {target}", lambda s=source, t=target: s.pod.ping(t.pod, count=1)[0], WAIT_S)  # type: ignore[misc]
-
-
 @contextmanager
 def both_ways(first: Host, second: Host) -> Iterator[tuple[Flow, Flow]]:
     with (
@@ -90,7 +86,7 @@ def lab() -> Iterator[Lab]:
 
 
 def test_device_route_and_lease_are_those_of_every_data_path(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     for host in lab.hosts[:2]:
         assert host.subnet_env()["FLANNEL_MTU"] == "1472"
         link = host.namespace.link(DEVICE)
@@ -105,7 +101,7 @@ def test_device_route_and_lease_are_those_of_every_data_path(lab: Lab) -> None:
 
 
 def test_bulk_data_arrives_intact_between_programs_and_pumps(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     for source, target in lab.pairs():
         family, kind = socket.AF_INET, socket.SOCK_STREAM
         server, client = target.pod.namespace.open_socket(family, kind), source.pod.namespace.open_socket(family, kind)
@@ -124,7 +120,7 @@ def test_bulk_data_arrives_intact_between_programs_and_pumps(lab: Lab) -> None:
     ids=["way out", "way in", "all of the way out", "all of the way in", "device"],
 )
 def test_damage_is_repaired_at_once(lab: Lab, damage: tuple[str, ...]) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     before = programs(first)
     first.run(*damage)
@@ -134,7 +130,7 @@ def test_damage_is_repaired_at_once(lab: Lab, damage: tuple[str, ...]) -> None:
 
 
 def test_a_restart_and_a_crash_lose_nothing(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     before = programs(first), programs(second)
     with both_ways(first, second) as flows:
@@ -151,7 +147,7 @@ def test_a_restart_and_a_crash_lose_nothing(lab: Lab) -> None:
 
 
 def test_it_carries_while_the_daemon_is_stopped_and_the_store_away(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     with both_ways(first, second) as flows:
         marks = [flow.sent for flow in flows]
@@ -163,7 +159,7 @@ def test_it_carries_while_the_daemon_is_stopped_and_the_store_away(lab: Lab) -> 
 
 
 def test_a_peer_that_moves_is_followed(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     (old,) = [a for a in second.namespace.addresses("eth0") if a.startswith(f"{second.address}/")]
     moved = old.replace(second.address, "192.0.2.77")
@@ -254,7 +250,7 @@ def test_the_documented_drop_in_is_what_the_unit_lacks() -> None:
         second.daemon.wait_ready()
         for host in lab.hosts:
             lab.add_pod(host)
-        answers(lab)
+        all_answer(lab.hosts)
         before = programs(first)
         with both_ways(first, second) as flows:
             marks = [flow.sent for flow in flows]

@@ -15,6 +15,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
+from tests.support.echoes import all_answer
 from tests.support.overlay import stream
 
 pytestmark = [
@@ -60,11 +61,6 @@ def lab() -> Iterator[Lab]:
         yield built
 
 
-def answers(lab: Lab) -> None:
-    for source, target in lab.pairs():
-        poll(f"{source} reaches {target}", lambda s=source, t=target: s.pod.ping(t.pod, count=1)[0], WAIT_S)  # type: ignore[misc]
-
-
 def transfer(source: Host, target: Host, size: int) -> None:
     family, kind = socket.AF_INET, socket.SOCK_STREAM
     server, client = target.pod.namespace.open_socket(family, kind), source.pod.namespace.open_socket(family, kind)
@@ -72,7 +68,7 @@ def transfer(source: Host, target: Host, size: int) -> None:
 
 
 def test_device_route_and_lease_are_the_documented_ones(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     for host, other in zip(lab.hosts[:2], reversed(lab.hosts[:2]), strict=True):
         assert host.subnet_env()["FLANNEL_MTU"] == "1472"
         link = host.namespace.link(DEVICE)
@@ -90,19 +86,19 @@ def test_device_route_and_lease_are_the_documented_ones(lab: Lab) -> None:
 
 
 def test_bulk_data_arrives_intact_between_kernel_and_pump(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     for source, target in lab.pairs():
         transfer(source, target, 1 << 20)
 
 
 def test_damage_is_repaired_and_a_restart_interrupts_nothing(lab: Lab) -> None:
-    answers(lab)
+    all_answer(lab.hosts)
     first, second = lab.hosts[:2]
     first.namespace.ip(f"link del {DEVICE}")
-    answers(lab)
+    all_answer(lab.hosts)
     first.run("ip", "fou", "del", "port", "8285", "local", first.address)
     first.namespace.ip(f"link set {DEVICE} down")  # a notification; a port has none, and is looked at each resync
-    answers(lab)
+    all_answer(lab.hosts)
     with Flow(first.pod.namespace, second.pod.namespace, second.pod.address(), rate_per_s=20) as flow:
         poll("datagrams", flow.flowing, WAIT_S)
         mark = flow.sent

@@ -14,6 +14,7 @@ from flanneld.ctl.lab import Lab
 from flanneld.ctl.lab.flow import Flow
 from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.tools import poll
+from tests.support.echoes import all_answer
 from tests.system.test_udp import PYTHON_PUMP
 
 pytestmark = [
@@ -33,8 +34,7 @@ def lab() -> Iterator[Lab]:
         built.add_host(command=PYTHON_PUMP)
         built.hosts[0].daemon.keeps_descriptors = True
         built.start()
-        for source, target in built.pairs():
-            poll("answers", lambda s=source, t=target: s.pod.ping(t.pod, count=1)[0], timeout_s=20)  # type: ignore[misc]
+        all_answer(built.hosts)
         yield built
 
 
