@@ -55,9 +55,11 @@ class EtcdClient:
 
     # -- reading and writing -------------------------------------------------
 
-    def snapshot(self, config_key: str, leases_prefix: str) -> Snapshot:
+    def snapshot(self, config_key: str, leases_prefix: str, known: Snapshot | None = None) -> Snapshot:
         """See Store. Long lists come in pages, all as they were at the revision of the first."""
         what = f"read {config_key} and {leases_prefix}"
+        if known is not None and self._revision(config_key) == known.revision:
+            return known
         page = _range(leases_prefix, prefix=True)
         page.limit = PAGE_KEYS
         ranges = [_range(config_key), page]
@@ -71,6 +73,12 @@ class EtcdClient:
             found = self._call(what, lambda link: link.kv.Range, page)
             leases += [_key_value(kv) for kv in found.kvs]
         return Snapshot(_key_value(config.kvs[0]) if config.kvs else None, tuple(leases), revision)
+
+    def _revision(self, key: str) -> int:
+        """Return the store's revision, which every write to any key raises."""
+        request = _range(key)
+        request.count_only = True
+        return int(self._call("read the store's revision", lambda link: link.kv.Range, request).header.revision)
 
     def get(self, key: str) -> KeyValue | None:
         """See Store."""

@@ -16,7 +16,7 @@ from subnet.etcd.decide import FlipGuard, Verdict, as_own, identity, judge, read
 from subnet.etcd.layout import Layout
 from subnet.etcd.records import occupied, unchanged
 from subnet.etcd.settings import EtcdSettings
-from subnet.etcd.store import KeyEvent, KeyValue, Store
+from subnet.etcd.store import KeyEvent, KeyValue, Snapshot, Store
 from subnet.manager import LeaseRequest, OwnLease, Post
 from subnet.model import LEASE_TTL_S, Lease
 from subnet.renewal import renewal_in_s, retry_in_s
@@ -65,6 +65,8 @@ class Keeper:
     """Something may have happened to the own key."""
     _awake: bool = field(default=False, init=False)
     _busy: bool = field(default=False, init=False)
+    _listing: Snapshot | None = field(default=None, init=False)
+    """What the reader listed while no own key was held: not to be fetched twice at the start."""
     _heard: dict[str, int] = field(default_factory=dict, init=False)
     """Revisions of the keys that changed during a step."""
 
@@ -86,13 +88,14 @@ class Keeper:
                 self._wanted = request
                 self._wake()
 
-    def listed(self, kvs: tuple[KeyValue, ...]) -> None:
+    def listed(self, snapshot: Snapshot) -> None:
         """Compare the own key with a fresh listing (Listener)."""
         with self._signal:
             held = self._held
             if held is None or self._busy:
                 self._doubt = True
-            elif any(kv.key == held.lease.key and unchanged(held.lease, kv) for kv in kvs):
+                self._listing = snapshot if held is None else None
+            elif any(kv.key == held.lease.key and unchanged(held.lease, kv) for kv in snapshot.leases):
                 return
             self._doubt = True
             self._wake()
@@ -203,7 +206,9 @@ class Keeper:
 
     def _acquire(self, request: LeaseRequest) -> None:
         """Find out which subnet to hold, take it, and let go of the others."""
-        kvs = by_key(self.store.snapshot(self._layout.config, self._layout.subnets).leases)
+        with self._signal:
+            known, self._listing = self._listing, None
+        kvs = by_key(self.store.snapshot(self._layout.config, self._layout.subnets, known).leases)
         held = self._held.lease if self._held else None
         wish = replace(request, previous=self._last.lease.subnets) if self._last else request
         leases = as_own(occupied(self._layout, kvs.values(), self.known), held, kvs, request.attrs)
@@ -228,6 +233,7 @@ class Keeper:
             log.info("lease %s %s%s", lease.subnets, how, ", a reservation" if lease.reserved else "")
         with self._signal:
             self._held = self._last = held
+            self._listing = None
         self._taken, self._leave_until = "", None
         self._schedule(held)
         self._say(OwnLease(lease))

@@ -13,7 +13,7 @@ from subnet.config import parse_network_config
 from subnet.errors import Closed, Compacted, ConfigError, DatastoreError
 from subnet.etcd.layout import Layout
 from subnet.etcd.records import Records
-from subnet.etcd.store import Batch, KeyEvent, KeyValue, Store, Watched
+from subnet.etcd.store import Batch, KeyEvent, KeyValue, Snapshot, Store, Watched
 from subnet.manager import ConfigSeen, LeasesChanged, LeasesListed, Post, StoreState
 from subnet.model import Lease
 from subnet.report import Reporter
@@ -31,7 +31,7 @@ STEADY_S = 5.0
 class Listener(Protocol):
     """Who else wants to know what happens to lease keys (the keeper of the own one)."""
 
-    def listed(self, kvs: tuple[KeyValue, ...]) -> None:
+    def listed(self, snapshot: Snapshot) -> None:
         """All keys were read anew."""
         ...
 
@@ -124,8 +124,10 @@ class Reader:
         snapshot = self.store.snapshot(self.layout.config, self.layout.subnets)
         self._answered()
         self._see_config(snapshot.config)
-        self.post(LeasesListed(self._records.replace(snapshot.leases), snapshot.revision))
-        self.listener.listed(snapshot.leases)
+        leases = self._records.replace(snapshot.leases)
+        # The listener first: the own lease is asked for as soon as all leases are known.
+        self.listener.listed(snapshot)
+        self.post(LeasesListed(leases, snapshot.revision))
         self._next = [snapshot.revision + 1] * 2
 
     # -- watching -----------------------------------------------------------------

@@ -83,8 +83,8 @@ class Store(Protocol):
     after close(). They may be called from several threads.
     """
 
-    def snapshot(self, config_key: str, leases_prefix: str) -> Snapshot:
-        """Return config and leases in one transaction."""
+    def snapshot(self, config_key: str, leases_prefix: str, known: Snapshot | None = None) -> Snapshot:
+        """Return config and leases in one transaction: ``known`` itself if nothing was written since that was read."""
         ...
 
     def get(self, key: str) -> KeyValue | None:

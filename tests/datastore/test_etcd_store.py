@@ -52,6 +52,17 @@ def test_snapshot_has_config_and_leases_and_nothing_beside_them(store: Store) ->
     assert snapshot.revision == revision
 
 
+def test_snapshot_that_is_known_is_not_read_again_until_anything_is_written(store: Store) -> None:
+    store.txn({}, Put(A, b"x"))
+    known = store.snapshot(CONFIG, PREFIX)
+    assert store.snapshot(CONFIG, PREFIX, known) is known
+    store.txn({}, delete=[A])
+    without = store.snapshot(CONFIG, PREFIX, known)
+    assert (without.leases, without.revision) == ((), known.revision + 1)
+    store.txn({}, Put("/elsewhere", b"x"))
+    assert store.snapshot(CONFIG, PREFIX, without) is not without
+
+
 @pytest.fixture
 def paged(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdClient]:
     monkeypatch.setattr(client, "PAGE_KEYS", 3)

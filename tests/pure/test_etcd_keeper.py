@@ -14,7 +14,7 @@ from subnet.config import parse_network_config
 from subnet.errors import DatastoreError, Unavailable
 from subnet.etcd.keeper import Keeper
 from subnet.etcd.settings import EtcdSettings
-from subnet.etcd.store import Put
+from subnet.etcd.store import Put, Snapshot
 from subnet.manager import LeaseRequest, OwnLease, StoreEvent
 from subnet.model import IPNetwork, Lease, LeaseAttrs, Subnets
 from tests.support.fake_etcd import FakeEtcd
@@ -119,6 +119,41 @@ def test_a_change_of_the_own_key_while_it_is_being_taken_is_looked_at(etcd: Fake
     again.keeper.wake()
     thread.join(5)
     assert str(again.lease().subnets) == "10.5.2.0/24"
+
+
+def listing(etcd: FakeEtcd) -> Snapshot:
+    return etcd.snapshot("/coreos.com/network/config", SUBNETS)
+
+
+def test_what_was_just_listed_is_not_fetched_again(etcd: FakeEtcd, node: Node) -> None:
+    etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
+    node.keeper.listed(listing(etcd))
+    etcd.calls.clear()
+    node.settle(request())
+    assert str(node.lease().subnets) == "10.5.2.0/24"
+    assert etcd.calls[0] == "revision"
+    assert "snapshot" not in etcd.calls
+
+
+def test_a_listing_that_is_behind_is_fetched_again(etcd: FakeEtcd, node: Node) -> None:
+    node.keeper.listed(listing(etcd))
+    etcd.put(SUBNETS + "10.5.1.0-24", value("192.0.2.7"))
+    etcd.calls.clear()
+    node.settle(request())
+    assert str(node.lease().subnets) == "10.5.2.0/24"
+    assert etcd.calls[:2] == ["revision", "snapshot"]
+
+
+def test_a_lost_lease_is_sought_in_the_present_state(etcd: FakeEtcd, node: Node) -> None:
+    node.keeper.listed(listing(etcd))
+    node.settle(request())
+    own = SUBNETS + "10.5.1.0-24"
+    etcd.put(own, value("192.0.2.7"))
+    node.keeper.changed(tuple(etcd.history[-1:]))
+    etcd.calls.clear()
+    node.settle(request())
+    assert str(node.lease().subnets) == "10.5.2.0/24"
+    assert "snapshot" in etcd.calls
 
 
 def test_wanting_the_same_again_is_free(etcd: FakeEtcd, node: Node) -> None:

@@ -93,7 +93,11 @@ class FakeEtcd:
 
     # -- Store -----------------------------------------------------------------------------
 
-    def snapshot(self, config_key: str, leases_prefix: str) -> Snapshot:
+    def snapshot(self, config_key: str, leases_prefix: str, known: Snapshot | None = None) -> Snapshot:
+        if known is not None:
+            self._called("revision")
+            if known.revision == self.revision:
+                return known
         self._called("snapshot")
         leases = tuple(self.keys[k] for k in sorted(self.keys) if k.startswith(leases_prefix))
         return Snapshot(self.keys.get(config_key), leases, self.revision)
