@@ -19,7 +19,7 @@ def silent(hosts: Sequence[Host], *families: int) -> list[str]:
     ]
 
 
-def all_answer(hosts: Sequence[Host], *families: int, within_s: float = 120.0) -> None:
+def all_answer(hosts: Sequence[Host], *families: int, within_s: float = 60.0) -> None:
     """Wait until each container gets an answer from each other one; IPv4 unless families are named.
 
     A host that is ready knows the peers that were there before it. That a peer knows it as well takes

@@ -61,6 +61,11 @@ def peers_of(lab: Lab, index: int) -> dict[str, str]:
     return {r["dst"]: r["gateway"] for r in routes if str(r.get("dst")).startswith("10.5.") and "gateway" in r}
 
 
+def answered(tunnels: Lab) -> bool:
+    """Whether each container reaches the other, by small packets: the MTU of containers leaves no room for VXLAN."""
+    return all(s.pod.namespace.ping(t.pod.address(), count=1)[0] for s, t in tunnels.pairs())
+
+
 def test_commands_build_a_vxlan_network(tunnels: Lab) -> None:
     first, second = tunnels.hosts
     value = next(v for v in tunnels.etcd.leases().values() if v["PublicIP"] == "192.0.2.1")
@@ -73,7 +78,7 @@ def test_commands_build_a_vxlan_network(tunnels: Lab) -> None:
         "BackendData": link["address"],
     }
     assert first.subnet_env()["FLANNEL_MTU"] == "1500"
-    all_answer(tunnels.hosts)
+    poll("answers", lambda: answered(tunnels), timeout_s=60)
     assert first.pod.namespace.ping(second.pod.address())[0] == 3
     assert second.pod.namespace.ping(first.pod.address(), payload_bytes=1450 - 28, dont_fragment=True)[0] == 3
     # The end: commands are told, within the time that a stop may take.
@@ -91,7 +96,7 @@ def test_restart_runs_every_addition_again_and_keeps_the_lease(tunnels: Lab) -> 
     first.daemon.start()
     first.daemon.wait_ready()
     assert first.subnet_env()["FLANNEL_SUBNET"] == before
-    all_answer(tunnels.hosts)
+    poll("answers", lambda: answered(tunnels), timeout_s=60)
     assert first.pod.namespace.ping(second.pod.address())[0] == 3
 
 

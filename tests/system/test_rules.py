@@ -14,6 +14,7 @@ from flanneld.ctl.lab.hosts import Host
 from flanneld.ctl.lab.lab import network_config
 from flanneld.ctl.lab.tools import poll
 from tests.support.drawn import drawn
+from tests.support.site import lacks, settle
 
 pytestmark = [
     pytest.mark.system,
@@ -54,9 +55,9 @@ OURS = ["inet flannel-vtep", "ip flannel-ipv4", "ip6 flannel-ipv6"]
 def test_nftables_mode_with_all_options(lab: Lab) -> None:
     for host, other in lab.pairs():
         assert tables(host) == OURS
-        listing = host.run("nft", "list", "table", "inet", "flannel-vtep")
-        assert other.address in listing
-        assert host.address not in listing
+        listing = partial(host.run, "nft", "list", "table", "inet", "flannel-vtep")
+        settle("the other host in the filter", lacks(listing, other.address), 10)
+        assert host.address not in listing()
         assert sorted(blackholes(host)) == sorted(subnets(host))
         for family in (4, 6):
             poll("an answer", partial(answers, host, other, family), timeout_s=10)
