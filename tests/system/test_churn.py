@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
-from tests.support.site import Network, peer_value
+from tests.support.site import Network, peer_value, settle
 
 pytestmark = pytest.mark.system
 
@@ -79,7 +79,7 @@ def test_P01_lease_events_by_the_hundred_thousand_leave_nothing_in_memory(networ
         remove(network)
         rewrite(network, turn)
     network.settled(60)
-    assert grown(before, footprint(a)) == []
+    settle("as much as before", lambda: grown(before, footprint(a)), 40)  # gRPC's threads end after 20 s of rest
     assert a.daemon.runs == 1
 
 
