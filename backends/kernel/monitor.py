@@ -53,7 +53,7 @@ Deliver = Callable[[Sequence[KernelEvent]], None]
 class Monitor:
     """A thread that delivers kernel events in the order in which they happened."""
 
-    def __init__(self, deliver: Deliver, own_ports: frozenset[int] = frozenset()) -> None:
+    def __init__(self, deliver: Deliver, own_ports: frozenset[int] = frozenset(), groups: int = GROUPS) -> None:
         self._deliver, self._own_ports = deliver, own_ports
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
         try:
@@ -64,7 +64,7 @@ class Monitor:
             # Where it cannot be had, messages are passed over here.
             with suppress(OSError):
                 _keep_out(self._socket, own_ports)
-        self._socket.bind((0, GROUPS))
+        self._socket.bind((0, groups))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.thread = threading.Thread(target=self._run, name="kernel-monitor", daemon=True)
 

@@ -11,7 +11,7 @@ from backends.dataplane.model import FdbEntry, Neighbour, Route
 from backends.dataplane.ports import KernelEvent, ObjectSeen
 from backends.kernel import rtnl
 from backends.kernel.layout import run_of
-from backends.kernel.monitor import Monitor
+from backends.kernel.monitor import GROUPS, RTMGRP_NEXTHOP, Monitor
 from backends.kernel.sockets import NetlinkSocket
 from flanneld.ctl.lab.netns import Namespace
 
@@ -58,7 +58,8 @@ class Watch:
         self.written_at: dict[str, float] = {}
         self.touched = 0
         self._index = namespace.call(lambda: socket.if_nametoindex(DEVICE))
-        self._monitor = namespace.call(lambda: Monitor(self._hear))
+        # A nexthop object of the daemon's, which is not its watcher's, would make the monitor doubt everything.
+        self._monitor = namespace.call(lambda: Monitor(self._hear, groups=GROUPS & ~RTMGRP_NEXTHOP))
         self._monitor.start()
 
     def close(self) -> None:
