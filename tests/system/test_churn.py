@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.lab.hosts import Host
-from tests.support.site import Network, peer_value, settle
+from tests.support.site import Network, peer_value
 
 pytestmark = pytest.mark.system
 
 PEERS = range(200, 250)
 SMALL = {"Network": "10.5.0.0/16", "SubnetLen": 28, "SubnetMin": "10.5.0.16", "SubnetMax": "10.5.15.240"}
-GROWTH_KIB = 10 * 1024
+ALLOWED = {"KiB": 10 * 1024, "descriptors": 2, "threads": 4}
+"""What may be more afterwards: gRPC's threads come and go in small numbers, what leaks does so by the thousand."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ def footprint(host: Host) -> Footprint:
 
 
 def grown(before: Footprint, now: Footprint) -> list[str]:
-    """Return what there is more of, small change of memory aside."""
+    """Return what there is more of than is allowed."""
     more = {
-        "KiB": max(0, now.rss_kib - before.rss_kib - GROWTH_KIB),
+        "KiB": now.rss_kib - before.rss_kib,
         "descriptors": now.descriptors - before.descriptors,
         "threads": now.threads - before.threads,
     }
-    return [f"{count} {what} more" for what, count in more.items() if count > 0]
+    return [f"{count} {what} more" for what, count in more.items() if count > ALLOWED[what]]
 
 
 def value(number: int, turn: int) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_P01_lease_events_by_the_hundred_thousand_leave_nothing_in_memory(networ
         remove(network)
         rewrite(network, turn)
     network.settled(60)
-    settle("as much as before", lambda: grown(before, footprint(a)), 40)  # gRPC's threads end after 20 s of rest
+    assert grown(before, footprint(a)) == []
     assert a.daemon.runs == 1
 
 
