@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,8 +97,12 @@ def test_P03_changes_during_the_first_programming_all_arrive(make_network: Calla
     network.etcd.forge_many(dict(small(n, 0) for n in range(2_000)))
     a = network.host()
     a.daemon.start()
-    for turn in range(1, 40):
-        network.etcd.forge_many(dict(small(n, turn) for n in range(turn * 50, turn * 50 + 100)))
-    a.daemon.wait_ready()
+    # From before it lists until it is ready: some come in between.
+    for turn in itertools.count(1):
+        first = turn * 50 % 1_900
+        network.etcd.forge_many(dict(small(n, turn % 256) for n in range(first, first + 100)))
+        if a.daemon.notify.ready:
+            break
+        assert turn < 20_000, a.daemon.log()
     network.settled(60)
     assert a.daemon.log().count("WARN") == 0
