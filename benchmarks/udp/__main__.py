@@ -34,11 +34,14 @@ VARIANTS = (
     Variant("python", "plain"),
 )
 PATHS = ("bare", "vxlan", "plain", "native", "python", "bpf")
+BETWEEN = tuple(Variant(path, path, containers=True) for path in ("vxlan", "plain", "native", "python", "bpf"))
 ROUTED = tuple(Variant(path, path, more) for more in (5_000, 50_000) for path in ("plain", "native"))
 
 LEGEND = """\
-- plain: one packet per system call, a list of routes searched from its beginning, in C, as upstream's proxy is built
-  (`benchmarks/udp/plain.c`). Two paths in a name: the first host has one, the second the other.
+- plain: one packet per system call, a list of routes searched from its beginning, the system's own socket buffers, in
+  C, as upstream's proxy is built (`benchmarks/udp/plain.c`). Two paths in a name: the first host has one, the second
+  the other.
+- Between containers: each behind a bridge of its host, whose rules are those that the daemon keeps, with masquerade.
 - bpf: both ends are programs, which do without finished checksums; beside other peers such cables are refused.
 - TCP: iperf3, cubic, directions in turn. CPU: all processors of the machine, senders and receivers included.
 - 64-byte packets: one flow, at most 256 under way. Round trip: UDP, one packet at a time.
@@ -55,14 +58,17 @@ METRICS = (
     ("round trip, median", "µs", 0),
     ("round trip, 99 %", "µs", 0),
 )
+TCP = METRICS[:3]
 
 
 def measure(pair: Pair, figures: Figures, seconds: int, reverse: bool) -> None:
-    """Add one figure of each kind."""
+    """Add one figure of each kind; between containers, of TCP alone."""
     bps, cpu = pair.tcp(1, seconds, reverse)
     figures["TCP, 1 stream"].append(bps / 1e9)
     figures["CPU, 1 stream"].append(cpu)
     figures["TCP, 4 streams"].append(pair.tcp(4, seconds, reverse)[0] / 1e9)
+    if pair.variant.containers:
+        return
     figures["64-byte packets"].append(pair.small(seconds / 2) / 1e3)
     typical, late = pair.round_trip(seconds / 2)
     figures["round trip, median"].append(typical)
@@ -73,7 +79,7 @@ def run(
     link: str, rounds: int, seconds: int, paths: Collection[str]
 ) -> tuple[dict[Variant, Figures], dict[Variant, list[float]]]:
     """Return the figures of one kind of cable, and packets per second to two hosts with many routes."""
-    variants = [v for v in VARIANTS if {v.first, v.second} <= {"plain", *paths}]
+    variants = [v for v in (*VARIANTS, *BETWEEN) if {v.first, v.second} <= {"plain", *paths}]
     routes = ROUTED if link == "full" and "native" in paths else ()
     found = {v: {name: list[float]() for name, _, _ in METRICS} for v in variants}
     routed = {v: list[float]() for v in (Variant("plain", "plain"), Variant("native", "native"), *ROUTED) if routes}
@@ -95,14 +101,19 @@ def run(
     return found, routed
 
 
-def table(found: dict[Variant, Figures]) -> str:
-    """Return a Markdown table: medians and ranges, and how they compare with the plain pump's, round by round."""
-    plain = found[Variant("plain", "plain")]
-    lines = ["| path | " + " | ".join(f"{name}, {unit} | ÷ plain" for name, unit, _ in METRICS) + " |"]
-    lines.append("|---" * (1 + 2 * len(METRICS)) + "|")
+def table(found: dict[Variant, Figures], *, containers: bool = False) -> str:
+    """Return a Markdown table: medians and ranges, and how they compare with the plain pump's, round by round.
+
+    Its rows are the variants between hosts, or those between ``containers``.
+    """
+    plain, metrics = found[Variant("plain", "plain", containers=containers)], TCP if containers else METRICS
+    lines = ["| path | " + " | ".join(f"{name}, {unit} | ÷ plain" for name, unit, _ in metrics) + " |"]
+    lines.append("|---" * (1 + 2 * len(metrics)) + "|")
     for variant, figures in found.items():
+        if variant.containers != containers:
+            continue
         cells = [variant.name]
-        for name, _, digits in METRICS:
+        for name, _, digits in metrics:
             values = figures[name]
             cells.append(f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})")
             ratios = [value / reference for value, reference in zip(values, plain[name], strict=True)]
@@ -153,6 +164,7 @@ def main() -> int:
         parts += [f"## Cable `{link}`", table(found)]
         if {"bpf", "vxlan"} <= {*paths}:
             parts.append(against(found, "bpf", "vxlan"))
+        parts += ["Between containers:", table(found, containers=True)]
         if routed:
             parts += ["64-byte packets to two hosts in turn, by the number of further routes:", routes_table(routed)]
     head = [

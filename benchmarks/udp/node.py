@@ -17,7 +17,6 @@ from backends.kernel.netlink import NetlinkKernel
 from backends.kernel.tun import open_tun
 from backends.udp.bpf.carrier import BpfCarrier, BpfSpec
 from backends.udp.carrier import CarrierSpec, UdpCarrier
-from backends.udp.wire import open_wire
 from subnet.model import Lease, LeaseAttrs, Subnets
 
 NETWORK = IPv4Network("10.0.0.0/8")
@@ -81,11 +80,11 @@ def _own(ending: ExitStack, number: int, more: int, path: str) -> str:
 
 
 def _plain(ending: ExitStack, number: int, more: int, program: str) -> str:
-    tun, wire = open_tun("flannel%d"), open_wire(underlay(number), PORT)
-    wire.socket.setsockopt(17, 104, 0)  # UDP_GRO
+    tun, wire = open_tun("flannel%d"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    wire.bind((str(underlay(number)), PORT))  # with the system's own buffers, which upstream leaves as they are
     subprocess.run(["ip", "link", "set", tun.name, "mtu", str(MTU_BYTES), "up"], check=True)
-    argv = [program, str(tun.fd), str(wire.socket.fileno()), str(PORT)]
-    pump = subprocess.Popen(argv, stdin=subprocess.PIPE, text=True, pass_fds=(tun.fd, wire.socket.fileno()))
+    argv = [program, str(tun.fd), str(wire.fileno()), str(PORT)]
+    pump = subprocess.Popen(argv, stdin=subprocess.PIPE, text=True, pass_fds=(tun.fd, wire.fileno()))
     ending.callback(pump.wait)
     if pump.stdin is None:
         raise RuntimeError("no standard input")

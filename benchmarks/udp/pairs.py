@@ -10,14 +10,19 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network
 from pathlib import Path
 
 from benchmarks.udp.link import NIC, switch
-from benchmarks.udp.node import subnet, underlay
+from benchmarks.udp.node import MTU_BYTES, NETWORK, subnet, underlay
 from flanneld.ctl.lab.netns import Namespace
+from flanneld.traffic import rules
+from flanneld.traffic.detect import open_host
+from flanneld.traffic.runner import Runner
+from subnet.clock import SystemClock
 
 ROOT = Path(__file__).parents[2]
-VXLAN = "type vxlan id 1 dstport 8472 nolearning noudpcsum"
+VXLAN, VXLAN_MTU_BYTES = "type vxlan id 1 dstport 8472 nolearning noudpcsum", 1450
 ATTEMPTS = 50
 
 
@@ -30,11 +35,12 @@ def build(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which paths the ends take (``benchmarks.udp.__main__.PATHS``), and further routes."""
+    """Which paths the ends take (``benchmarks.udp.__main__.PATHS``), further routes, and what the ends are."""
 
     first: str
     second: str
     more: int = 0
+    containers: bool = False
 
     @property
     def name(self) -> str:
@@ -45,12 +51,13 @@ class Variant:
 
 @dataclass
 class Pair:
-    """Both hosts of a variant, up. ``addresses`` are those that the second one answers at."""
+    """Both hosts of a variant, up. ``ends`` are those that talk; the second one answers at ``addresses``."""
 
     variant: Variant
     tools: Path
     nic: bool
     spaces: list[Namespace] = field(default_factory=list)
+    ends: list[Namespace] = field(default_factory=list)
     addresses: Sequence[str] = ()
 
     def start(self, ending: ExitStack, label: str) -> None:
@@ -66,12 +73,14 @@ class Pair:
                 space.call(lambda: switch("eth0", NIC))
         for number, path in enumerate((self.variant.first, self.variant.second), 1):
             self._path(ending, number, path)
-        self.addresses = [str(subnet(2).network_address), "10.0.3.1"]
+        self.ends, self.addresses = self.spaces, [str(subnet(2).network_address), "10.0.3.1"]
         if self.variant.first == "bare":
             self.addresses = [str(underlay(2))]
+        if self.variant.containers:
+            self.ends, self.addresses = [self._container(ending, number) for number in (1, 2)], [str(subnet(2)[2])]
         for _ in range(ATTEMPTS):
             with suppress(Exception):
-                if first.ping(self.addresses[0], count=1)[0]:
+                if self.ends[0].ping(self.addresses[0], count=1)[0]:
                     return
             time.sleep(0.1)
         raise SystemExit(f"{self.variant.name}: no answer")
@@ -82,7 +91,8 @@ class Pair:
             return
         if path == "vxlan":
             space.ip(
-                f"link add flannel.1 address {mac}{number} mtu 1450 {VXLAN} local {underlay(number)} dev eth0",
+                f"link add flannel.1 address {mac}{number} {VXLAN} local {underlay(number)} dev eth0",
+                f"link set flannel.1 mtu {VXLAN_MTU_BYTES}",
                 "link set flannel.1 up",
                 f"addr add {subnet(number).network_address}/32 dev flannel.1",
                 f"neigh add {subnet(other).network_address} lladdr {mac}{other} dev flannel.1 nud permanent",
@@ -106,9 +116,26 @@ class Pair:
         if node.stdout.readline().strip() != "ready":
             raise SystemExit(f"{self.variant.name}: host {number} does not start")
 
+    def _container(self, ending: ExitStack, number: int) -> Namespace:
+        """Put one behind a host, at a bridge as the CNI plugins make it, and the rules that a daemon keeps there."""
+        host, network = self.spaces[number - 1], subnet(number)
+        mtu_bytes = VXLAN_MTU_BYTES if self.variant.first == "vxlan" else MTU_BYTES
+        container = Namespace(f"{host.name}c")
+        ending.callback(container.delete)
+        host.ip(
+            f"link add cni0 mtu {mtu_bytes} type bridge",
+            "link set cni0 up",
+            f"addr add {network[1]}/24 dev cni0",
+            f"link add veth0 mtu {mtu_bytes} type veth peer name eth0 mtu {mtu_bytes} netns {container.name}",
+            "link set veth0 master cni0 up",
+        )
+        container.ip("link set eth0 up", f"addr add {network[2]}/24 dev eth0", f"route add default via {network[1]}")
+        host.call(lambda: _write_rules(network))
+        return container
+
     def tcp(self, streams: int, seconds: int, reverse: bool) -> tuple[float, float]:
         """Return bits per second, and processor seconds of the whole machine per 10^9 bytes."""
-        first, second = self.spaces
+        first, second = self.ends
         address = self.addresses[0]
         server = subprocess.Popen(second.argv("iperf3", "-s", "-1", "-B", address), stdout=subprocess.DEVNULL)
         try:
@@ -131,7 +158,7 @@ class Pair:
 
     def small(self, seconds: float, targets: int = 1) -> float:
         """Return how many 64-byte packets arrive in a second."""
-        first, second = self.spaces
+        first, second = self.ends
         addresses = ",".join(self.addresses[:targets])
         tool = str(self.tools / "traffic")
         receiver = subprocess.Popen(second.argv(tool, "receive", addresses, str(underlay(1))))
@@ -143,7 +170,7 @@ class Pair:
 
     def round_trip(self, seconds: float) -> tuple[float, float]:
         """Return median and 99th percentile in microseconds."""
-        first, second = self.spaces
+        first, second = self.ends
         tool = str(self.tools / "traffic")
         echo = subprocess.Popen(second.argv(tool, "echo", self.addresses[0]))
         try:
@@ -153,6 +180,14 @@ class Pair:
         finally:
             echo.kill()
             echo.wait()
+
+
+def _write_rules(network: IPv4Network) -> None:
+    """Write them in the namespace of the calling thread."""
+    host = open_host(False, Runner(), SystemClock())
+    host.enforcer.converge(rules.TrafficPolicy(rules.Pair(NETWORK, network), masquerade=True), 4)
+    if host.watch is not None:
+        host.watch.close()
 
 
 def busy_s() -> float:

@@ -24,10 +24,17 @@ def test_ratios_are_those_of_the_rounds() -> None:
     found = {
         plain: {name: [1.0, 2.0, 4.0] for name, _, _ in METRICS},
         native: {name: [5.0, 20.0, 12.0] for name, _, _ in METRICS},
+        Variant("plain", "plain", containers=True): {name: [1.0, 1.0, 1.0] for name, _, _ in METRICS},
+        Variant("bpf", "bpf", containers=True): {name: [7.0, 8.0, 9.0] for name, _, _ in METRICS},
     }
     lines = table(found).splitlines()
     assert lines[2].startswith("| plain | 2.00 (1.00–4.00) | 1.00 |")
     assert lines[3].startswith("| native | 12.00 (5.00–20.00) | 5.00 |")
+    assert len(lines) == 4
+    between = table(found, containers=True).splitlines()
+    assert between[0].count("÷ plain") == 3
+    assert between[2].startswith("| plain | 1.00 (1.00–1.00) | 1.00 |")
+    assert between[3].startswith("| bpf | 8.00 (7.00–9.00) | 8.00 |")
     assert against(found, "native", "plain").startswith("native ÷ plain: TCP, 1 stream 5.00; TCP, 4 streams 5.00;")
     routed = {Variant(path, path, more): [100.0, 50.0] for path in ("plain", "native") for more in (0, 5_000, 50_000)}
     routed[Variant("native", "native", 50_000)] = [300.0, 200.0]

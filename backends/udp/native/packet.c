@@ -2,22 +2,17 @@
 
 uint64_t sum_bytes(uint64_t sum, const uint8_t *p, size_t length)
 {
-    uint64_t part[4] = {0, 0, 0, 0}, word[4];
+    uint32_t word;
+    size_t at;
 
-    while (length >= sizeof word) {
-        memcpy(word, p, sizeof word);
-        for (int i = 0; i < 4; i++)
-            part[i] += (word[i] & 0xffffffff) + (word[i] >> 32);
-        p += sizeof word;
-        length -= sizeof word;
+    /* As plain as this it becomes vector code on every processor. */
+    for (at = 0; at + sizeof word <= length; at += sizeof word) {
+        memcpy(&word, p + at, sizeof word);
+        sum += word;
     }
-    memset(word, 0, sizeof word);
-    memcpy(word, p, length);
-    for (int i = 0; i < 4; i++) {
-        part[i] += (word[i] & 0xffffffff) + (word[i] >> 32);
-        sum += (part[i] & 0xffffffff) + (part[i] >> 32);
-    }
-    return sum;
+    word = 0;
+    memcpy(&word, p + at, length - at);
+    return sum + word;
 }
 
 uint64_t pseudo_sum(const uint8_t *ip, uint8_t protocol, size_t length)
