@@ -229,18 +229,16 @@ static void send_all(struct pump *p)
     p->headers_used = 0;
 }
 
+/* A full run waits for those behind it: sent together they find the receiver awake. */
 static struct run *run_for(struct pump *p, struct address hop, size_t size)
 {
-    for (unsigned i = 0; i < p->open; i++) {
+    for (unsigned i = p->open; i-- > 0;) {
         struct run *r = &p->runs[i];
         if (!address_equal(r->hop, hop))
             continue;
         if (!r->ended && size <= r->size && r->segments < RUN_SEGMENTS && r->bytes + size <= DATAGRAM_MAX)
             return r;
-        send_run(p, r);
-        r->segments = 0;
-        r->size = size;
-        return r;
+        break;
     }
     if (p->open == RUNS)
         send_runs(p); /* the packet to come may have a header already */
