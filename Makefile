@@ -28,7 +28,7 @@ help:
 	@echo 'make test-vm  tests that need a stock kernel, in an emulated machine (root, x86_64)'
 	@echo 'make fuzz     look for input that the native pump fails on, FUZZ_SECONDS=300 for each of its parts'
 	@echo 'make lint     ruff, mypy --strict, import contracts'
-	@echo 'make bench    what the daemon costs, beside references, in about forty minutes (root)'
+	@echo 'make bench    what the daemon costs, beside references, in about an hour (root)'
 	@echo 'make bpf      compile the programs of data path bpf anew (clang)'
 	@echo 'make venv     the virtual environment alone'
 	@echo 'make install  the daemon in $(PREFIX), its unit and its settings (root)'

@@ -146,7 +146,7 @@ def main() -> int:
     """Measure and report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.udp", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--link", choices=("full", "nic", "both"), default="both")
     parser.add_argument("--paths", default=",".join(PATHS), help="data paths to measure beside plain, with commas")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
